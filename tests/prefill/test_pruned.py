@@ -107,7 +107,7 @@ class Oracle:
         self.alive: list[list[int]] = []
 
     def attend(self, index: int, h: Tensor, positions: list[int]) -> tuple[Tensor, Tensor]:
-        """Rows behind a layer, and the weights with which its last row reads."""
+        """Rows behind a layer, and the weights (H, rows, entries) with which they read."""
         layer, c = self.model.layers[index], self.model.config
         kept: dict[str, Tensor] = {}
 
@@ -127,9 +127,14 @@ class Oracle:
         v = torch.stack([self.values[index][p] for p in known]).repeat_interleave(c.group, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * c.scale
         hidden = torch.tensor(known)[None] > place[:, None]
+        hidden = hidden.expand(c.num_heads, -1, -1) | self.closed(index, known)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         out = layer.output(h, torch.einsum("hqk,khd->qhd", weights, v), step)
-        return layer.feed(out, step), weights[:, -1]
+        return layer.feed(out, step), weights
+
+    def closed(self, index: int, known: list[int]) -> Tensor:
+        """(H, 1, entries) Whether a head of a layer has given an entry up."""
+        return torch.zeros((self.model.config.num_heads, 1, len(known)), dtype=torch.bool)
 
     def read(self, prompt: Sequence[int]) -> Tensor:
         """Logits behind the prompt."""
@@ -140,7 +145,7 @@ class Oracle:
             self.alive.append(positions)
             h, weights = self.attend(index, h, positions)
             if index + 1 in self.points:
-                scores = [(-float(s), at) for at, s in enumerate(weights.mean(0))]
+                scores = [(-float(s), at) for at, s in enumerate(weights[:, -1].mean(0))]
                 scores[-1] = (-9.0, len(scores) - 1)
                 count = ceil(self.points[index + 1] * len(positions))
                 chosen = sorted(at for _, at in sorted(scores)[:count])

@@ -53,8 +53,10 @@ def train_lazy(
     console.note(f"wrote {out}; choose a schedule for your prompts: vivace tune lazy --model {engine.folder}")
 
 
-def tune_lazy(engine: Engine, prompts: Sequence[Prompt], floor: float, *, keep: bool, as_json: bool) -> None:
-    """Find the soonest schedule that keeps the floor, print the curve, and keep the winner.
+def tune_lazy(
+    engine: Engine, prompts: Sequence[Prompt], floor: float, *, name: str = LAZY, keep: bool, as_json: bool
+) -> None:
+    """Find the soonest schedule of a way of reading that keeps the floor, print the curve, and keep the winner.
 
     Raises:
         ConfigError: the floor cannot be, or there are too few long prompts.
@@ -64,7 +66,7 @@ def tune_lazy(engine: Engine, prompts: Sequence[Prompt], floor: float, *, keep: 
 
     if not 0 < floor <= 1:
         raise ConfigError(f"--floor is {floor}; it must be in (0, 1]")
-    check_model(engine.model, "lazy")
+    check_model(engine.model, name)
     asked = questions(engine, prompts, MIN_PROMPT)
     if len(asked) < 4:
         raise ConfigError(
@@ -73,10 +75,11 @@ def tune_lazy(engine: Engine, prompts: Sequence[Prompt], floor: float, *, keep: 
         )
     trials, confirmed = search(
         engine,
-        candidates(engine),
+        candidates(engine, name),
         asked,
         floor,
         lambda trial, half: console.note(f"{trial.keep}, {half} {trial.num_prompts} prompts: {_line(trial)}"),
+        name,
     )
     rows = [
         [t.keep, str(t.num_prompts), f"{t.speedup:.2f}x", f"{t.share:.0%}", f"{t.kept:.1%}", f"{t.more_nll:+.3f}"]
@@ -84,14 +87,18 @@ def tune_lazy(engine: Engine, prompts: Sequence[Prompt], floor: float, *, keep: 
     ]
     if as_json:
         chosen = None if confirmed is None else asdict(confirmed)
-        console.json({"floor": floor, "trials": [asdict(trial) for trial in trials], "confirmed": chosen})
+        console.json(
+            {"prefill": name, "floor": floor, "trials": [asdict(trial) for trial in trials], "confirmed": chosen}
+        )
     else:
         console.table("", ["keep", "prompts", "first token", "layer passes", "likelihood kept", "more NLL"], rows)
     if confirmed is None:
         console.note(f"no schedule kept {floor:.0%} of the likelihood on both halves; the plan is as it was")
     else:
         console.note(f"confirmed on the other half: {confirmed.keep}, {_line(confirmed)}")
-        if keep:
+        if name != LAZY:
+            console.note(f"{name} keeps no plan; write: --prefill {name} --keep {confirmed.keep}")
+        elif keep:
             console.note(f"the plan in {keep_schedule(engine, confirmed.keep)} is now: {confirmed.keep}")
 
 

@@ -11,22 +11,27 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.cli.lazy import LAZY, tune_lazy
+from vivace.cli.lazy import tune_lazy
 from vivace.cli.loading import open_engine
 from vivace.cli.prompting import Limit, Prompts, questions_of, read_prompts
 from vivace.errors import ConfigError
+from vivace.prefill.table import PREFILLS
 from vivace.prompts import load_prompts
 
 if TYPE_CHECKING:
     from vivace.methods.spec import Plan
     from vivace.tuning import TunedPlan
 
+PRUNING = [spec.name for spec in PREFILLS.values() if spec.keep is not None]
+"""Ways of reading whose schedules are searched."""
+
 
 @options.grouped
 def tune(
     *,
     method: Annotated[
-        str, typer.Argument(help="The method whose draft is searched; or lazy: how prompts are pruned.")
+        str,
+        typer.Argument(help="The method whose draft is searched; or lazy or another prefill: how prompts are pruned."),
     ] = "multirate",
     model: options.Model = None,
     prompts: Prompts = "e2e",
@@ -40,7 +45,9 @@ def tune(
     ] = None,
     floor: Annotated[
         float | None,
-        typer.Option(help="lazy: share of the full reading's likelihood that has to be kept; left out: 0.99."),
+        typer.Option(
+            help="lazy and other prefills: share of the full reading's likelihood that has to be kept; left out: 0.99."
+        ),
     ] = None,
     load: options.LoadFlags,
     keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Write the winner into the adapter.")] = True,
@@ -57,17 +64,18 @@ def tune(
         write_vocabulary,
     )
 
-    if method == LAZY:
+    if method in PRUNING:
         if answers is not None or (max_new_tokens, longest, batch) != (64, 8, 1):
-            raise ConfigError("lazy reads prompts: leave out --answers, --max-new-tokens, --longest and --batch")
+            raise ConfigError(f"{method} reads prompts: leave out --answers, --max-new-tokens, --longest and --batch")
         engine = open_engine(model, (), load)
         rows = read_prompts(prompts, limit)
-        tune_lazy(engine, rows, 0.99 if floor is None else floor, keep=keep, as_json=as_json)
+        tune_lazy(engine, rows, 0.99 if floor is None else floor, name=method, keep=keep, as_json=as_json)
         return
     if floor is not None:
         raise ConfigError(f"--floor has no effect on {method}; leave it out, or tune lazy")
     if method not in tuned_methods():
-        raise ConfigError(f"{method!r} has no draft to tune; one of {', '.join(tuned_methods())} has, or lazy")
+        others = f"{', '.join(tuned_methods())} has, or a prefill: {', '.join(PRUNING)}"
+        raise ConfigError(f"{method!r} has no draft to tune; one of {others}")
     if method == "draft" and keep:
         raise ConfigError("a draft model keeps no plan; give --no-keep, and --num-draft-tokens where it is used")
     engine = open_engine(model, [method], load)

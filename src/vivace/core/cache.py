@@ -277,6 +277,20 @@ class KVCache:
         for stored in self.store.stored(layer):
             stored.index_copy_(1, target, stored.index_select(1, source))
 
+    def select(self, slot: int, layer: int, places: Tensor) -> None:
+        """Keep some of a slot's entries in a layer, other ones in every head, one behind the other.
+
+        Args:
+            slot: whose entries they are.
+            layer: where.
+            places: (K, n) entries that each key head keeps, in rising order; they become its first n.
+        """
+        at, pool = torch.tensor(slot, device=self.device), self.store.place_of_layer[layer][0]
+        source = self.addresses(pool, at, places)
+        target = self.addresses(pool, at, torch.arange(places.shape[1], device=self.device))
+        for stored in self.store.stored(layer):
+            stored.index_copy_(1, target, stored.gather(1, source[..., None].expand(-1, -1, stored.shape[-1])))
+
     # Memory
 
     def put(self, layer: int, step: Step, keys: Tensor, values: Tensor) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from vivace.checkpoint.adapters import base_hash
@@ -10,10 +12,19 @@ from vivace.core.model import Decoder
 from vivace.decode.prefill import FULL, Prefill
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.prefill.learned import KIND, LearnedScores
-from vivace.prefill.pruned import PrunedPrefill, check_model
+from vivace.prefill.pruned import PrunedPrefill, Pruning, check_model
+from vivace.prefill.rivals.fastkv import FastKVPruning
+from vivace.prefill.rivals.gemfilter import GemFilterPruning
+from vivace.prefill.rivals.specprefill import SpecPruning
 from vivace.prefill.schedule import SCORES, Schedule, parse_decode_keep, parse_keep
 from vivace.prefill.table import MIN_PROMPT, PREFILLS, PrefillSpec, Reading, find_prefill
 
+STATES: Mapping[str, type[Pruning]] = {
+    "gemfilter": GemFilterPruning,
+    "fastkv": FastKVPruning,
+    "specprefill": SpecPruning,
+}
+"""By name, how those ways choose that choose in a manner of their own."""
 MOST_KEPT = 64
 """Schedules that are kept, so that requests with the same one share passes."""
 
@@ -70,7 +81,9 @@ class Prefills:
             row_bytes = self._model.config.width * self._model.dtype.itemsize
             scored = any(point.score != SCORES[0] for point in schedule.points)
             learned = self.learned if scored else None
-            self._made[key] = PrunedPrefill(spec, schedule, shares, width_bytes=row_bytes, learned=learned)
+            self._made[key] = PrunedPrefill(
+                spec, schedule, shares, width_bytes=row_bytes, learned=learned, state=STATES.get(name)
+            )
         found = self._made[key]
         self._made.move_to_end(key)
         while len(self._made) > MOST_KEPT:
@@ -90,12 +103,17 @@ class Prefills:
         num_layers = self._model.config.num_layers
         if spec.prunes_below:
             return parse_keep(keep or spec.keep or "", 1, first=0, most=1)
-        if keep is None and spec.prunes_once:  # its low layer, or a model's last but one
-            layer, _, share = (spec.keep or "").partition(":")
-            return parse_keep(f"{min(int(layer), num_layers - 1)}:{share}", num_layers, most=1)
-        if keep is None:
-            keep = self.learned.plan.keep if spec.has_plan and self.has_learned else spec.keep or ""
-        schedule = parse_keep(keep, num_layers, most=1 if spec.prunes_once else None)
+        if keep is None and spec.has_plan and self.has_learned:
+            keep = self.learned.plan.keep
+        elif keep is None:
+            keep = spec.keep or ""
+            layer, colon, share = keep.partition(":")
+            if layer.isdigit():  # its low layer, or a model's last but one
+                keep = f"{min(int(layer), num_layers - 1)}{colon}{share}"
+        most = 1 if spec.prunes_once else None
+        schedule = parse_keep(keep, num_layers, most=most, has_entries=spec.has_entries)
+        if spec.reads_again:
+            schedule = replace(schedule, reads_again=True)
         for point in schedule.points:
             if point.score != SCORES[0]:
                 self.learned.check(point.layer, point.score)

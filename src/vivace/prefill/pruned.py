@@ -21,7 +21,7 @@ Where we differ from the paper:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -78,6 +78,7 @@ class PrunedPrefill:
         *,
         width_bytes: int = 0,
         learned: LearnedScores | None = None,
+        state: Callable[[PrunedPrefill, Decoder, KVCache, int], Pruning] | None = None,
     ) -> None:
         """Prune by ``schedule`` in the way of ``spec``.
 
@@ -88,14 +89,17 @@ class PrunedPrefill:
                 None keeps what the prompt has kept.
             width_bytes: of a residual.
             learned: what points need that are not scored as the paper does.
+            state: makes the state of a session; None is that of this file.
         """
+        self._state = Pruning if state is None else state
         self.name = spec.name
         self.spec = spec
         self.learned = learned
         self.drafter: Drafter | None = None
         """The only one that may decode after such a prompt; None where any may."""
         if decode_keep is None:
-            self.schedule = Schedule(tuple(point for point in schedule.points if point.keep < 1))
+            kept = [point for point in schedule.points if point.keep < 1 or point.entries is not None]
+            self.schedule = replace(schedule, points=tuple(kept), reads_again=schedule.reads_again and bool(kept))
         else:
             self.schedule = schedule
             pairs = zip(schedule.points, decode_keep, strict=True)
@@ -104,7 +108,7 @@ class PrunedPrefill:
 
     def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
         """Return the state of a session."""
-        return _Pruning(self, model, cache, chunk)
+        return self._state(self, model, cache, chunk)
 
 
 @dataclass(frozen=True)
@@ -125,10 +129,11 @@ class _PartlyRead:
     """``positions`` of the parts below the present one."""
 
 
-class _Pruning(NoMemory):
-    """Implements ``PrefillState``."""
+class Pruning(NoMemory):
+    """Implements ``PrefillState``; ways of others override how tokens are chosen (``rivals/``)."""
 
     def __init__(self, prefill: PrunedPrefill, model: Decoder, cache: KVCache, chunk: int) -> None:
+        """Read prompts of ``model`` into ``cache``, at most ``chunk`` rows of each at once."""
         self._model, self._cache, self._chunk = model, cache, chunk
         self._spec, self._schedule = prefill.spec, prefill.schedule
         self._comes_back, self._learned = prefill.drafter is not None, prefill.learned
@@ -136,7 +141,7 @@ class _Pruning(NoMemory):
         self._begins_pruned = bool(points) and points[0].layer == 0
         spans = self._schedule.spans(model.config.num_layers)
         self._spans = spans[1:] if self._begins_pruned else spans
-        self._parts = {_kind(start, by): place for place, (start, _) in enumerate(self._spans) for by in _BY}
+        self._parts = {_kind(place, by): place for place in range(len(self._spans)) for by in _BY}
         self._readings: dict[int, _PartlyRead] = {}
 
     def _counts(self, length: int) -> tuple[int, ...]:
@@ -159,7 +164,7 @@ class _Pruning(NoMemory):
         top = torch.zeros((length - 1, width), dtype=dtype, device=device)
         self._readings[slot] = _PartlyRead(tuple(prompt), places.to(device), None, top, kept=kept)
         counts, pieces = self._counts(length), list[PromptPiece]()
-        for part, (count, (start, _)) in enumerate(zip(counts, self._spans, strict=True)):
+        for part, count in enumerate(counts):
             further = counts[part + 1] if part + 1 < len(counts) else 1
             firsts = list(range(0, count - 1, self._chunk)) or [0]
             for first in firsts:
@@ -173,7 +178,7 @@ class _Pruning(NoMemory):
                     num_read = count - further
                 if part == 0 and first == 0:
                     num_read += length - counts[0]  # those that were pruned before
-                pieces.append(PromptPiece(first, stop, _kind(start, by), num_read))
+                pieces.append(PromptPiece(first, stop, _kind(part, by), num_read))
         return pieces
 
     def plan_again(self, first: int, stop: int) -> Sequence[PromptPiece]:
@@ -247,37 +252,57 @@ class _Pruning(NoMemory):
         self._readings[slot] = replace(reading, top=top, out=(out,))
 
     def _prune(self, slot: int, part: int) -> None:
-        """Let the last token pass a part and choose what goes on by what it reads in the last of these layers."""
-        reading, (start, stop) = self._readings[slot], self._spans[part]
-        last = self._num_rows(slot)
-        entry = torch.tensor([last], device=self._cache.device)
-        step = Step.packed(self._cache, [slot], reading.positions[-1:], entry)
-        inputs = self._inputs(slot, range(last, last + 1), step)
-        h = self._model.embed(inputs, step) if start == 0 else inputs
-        below = self._model.run(h, step, start, stop - 1)
-        h = self._model.run(below, step, stop - 1, stop)
+        """Let the last token pass a part, and let those tokens go on that are chosen now."""
+        reading, (_, stop) = self._readings[slot], self._spans[part]
+        below, h = self._pass_last(slot, part)
         hidden = torch.cat((reading.out[0], h))
         count = self._counts(len(reading.prompt))[part + 1]
-        score = self._schedule.points[part + self._begins_pruned].score
-        if score == "paper":
-            layer = self._model.layers[stop - 1]
-            assert isinstance(layer, Layer)
-            [weights] = layer.weigh(layer.query(below, step), step)
-            kept = by_attention(weights, count)
-        else:
-            assert self._learned is not None, "asked for before"
-            window = self._learned.config.window
-            masses = self._learned.maps[stop].masses(hidden, window) if score == "taught" else self._read(slot, part)
-            kept = by_masses(masses, count, window)
-        kept = kept.to(self._cache.device)
+        kept = self._choose(slot, part, below, hidden).to(self._cache.device)
+        assert len(kept) == count, "as many go on as was planned"
         self._readings[slot] = replace(
             reading,
             positions=reading.positions[kept],
-            hidden=hidden[kept],
+            hidden=None if self._schedule.reads_again else hidden[kept],
             out=(),
             kept=(*reading.kept, (stop, count)),
             parts=(*reading.parts, reading.positions),
         )
+
+    def _pass_last(self, slot: int, part: int) -> tuple[Tensor, Tensor]:
+        """Let the last token pass a part; return its residual (1, E) in front of the last layer of it and behind."""
+        step, h = self._entering(slot, part, range(self._num_rows(slot), self._num_rows(slot) + 1))
+        start, stop = self._spans[part]
+        below = self._model.run(h, step, start, stop - 1)
+        return below, self._model.run(below, step, stop - 1, stop)
+
+    def _entering(self, slot: int, part: int, own: range) -> tuple[Step, Tensor]:
+        """Return the call of rows of one prompt, which are stored in their places, and the residuals that enter it."""
+        places = torch.arange(own.start, own.stop, device=self._cache.device)
+        step = Step.packed(self._cache, [slot] * len(own), self._readings[slot].positions[places], places)
+        inputs = self._inputs(slot, own, step)
+        return step, self._model.embed(inputs, step) if self._spans[part][0] == 0 else inputs
+
+    def _choose(self, slot: int, part: int, below: Tensor, hidden: Tensor) -> Tensor:
+        """Return which tokens go on behind a part, as places among those that passed it, in rising order.
+
+        Args:
+            slot: whose prompt it is.
+            part: the part that was passed.
+            below: (1, E) residual of the last token in front of the last of these layers.
+            hidden: (n, E) residuals of all tokens behind it.
+        """
+        stop, count = self._spans[part][1], self._counts(len(self._readings[slot].prompt))[part + 1]
+        score = self._schedule.points[part + self._begins_pruned].score
+        if score == "paper":
+            layer, last = self._model.layers[stop - 1], torch.tensor([len(hidden) - 1], device=self._cache.device)
+            assert isinstance(layer, Layer)
+            step = Step.packed(self._cache, [slot], self._readings[slot].positions[-1:], last)
+            [weights] = layer.weigh(layer.query(below, step), step)
+            return by_attention(weights, count)
+        assert self._learned is not None, "asked for before"
+        window = self._learned.config.window
+        masses = self._learned.maps[stop].masses(hidden, window) if score == "taught" else self._read(slot, part)
+        return by_masses(masses, count, window)
 
     def _read(self, slot: int, part: int) -> Tensor:
         """Return with how much weight the window reads each token (n,) in the chosen heads of a part's last layer."""
@@ -285,11 +310,8 @@ class _Pruning(NoMemory):
         start, stop = self._spans[part]
         count = len(self._readings[slot].positions)
         window = range(max(0, count - self._learned.config.window), count)
-        places = torch.arange(window.start, window.stop, device=self._cache.device)
-        positions = self._readings[slot].positions[places]
-        step = Step.packed(self._cache, [slot] * len(window), positions, places).without_writing()
-        inputs = self._inputs(slot, window, step)
-        h = self._model.embed(inputs, step) if start == 0 else inputs
+        step, h = self._entering(slot, part, window)
+        step = step.without_writing()
         h = self._model.run(h, step, start, stop - 1)
         layer, masses = self._model.layers[stop - 1], torch.zeros(count, device=self._cache.device)
         assert isinstance(layer, Layer)
@@ -302,9 +324,14 @@ class _Pruning(NoMemory):
         if self._comes_back:
             self._lay_out(slot)
             return
-        length = len(self._readings[slot].prompt)
-        spans = zip(self._counts(length), self._spans, strict=True)
-        self._cache.prune(slot, [length - count for count, (start, stop) in spans for _ in range(start, stop)])
+        self._cache.prune(slot, self._lacks(len(self._readings[slot].prompt)))
+
+    def _lacks(self, length: int) -> list[int]:
+        """Return how many tokens of a prompt each layer has no entries of."""
+        lacks = [0] * self._model.config.num_layers
+        for count, (start, stop) in zip(self._counts(length), self._spans, strict=True):
+            lacks[start:stop] = [length - count] * (stop - start)
+        return lacks
 
     def _lay_out(self, slot: int) -> None:
         """Move entries to their positions, and keep the residuals of what was pruned in front of the next layer."""
@@ -339,6 +366,6 @@ class _Pruning(NoMemory):
 _BY = ("rows", "chunks")
 
 
-def _kind(start: int, by: str) -> str:
-    """Return the kind of pieces that may share a pass: they enter the same layer, and attend in the same way."""
-    return f"from layer {start} by {by}"
+def _kind(part: int, by: str) -> str:
+    """Return the kind of pieces that may share a pass: they pass the same layers, and attend in the same way."""
+    return f"part {part} by {by}"

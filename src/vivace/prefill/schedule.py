@@ -38,6 +38,9 @@ class PrunePoint:
     """Share of the tokens that go on."""
     score: str = "paper"
     """What says which ones (``SCORES``)."""
+    entries: float | None = None
+    """Share of the prompt whose keys and values each head keeps in every layer; None keeps those of all tokens that
+    passed it."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Schedule:
     """Where a prompt is pruned, from the bottom up."""
 
     points: tuple[PrunePoint, ...]
+    reads_again: bool = False
+    """Whether the tokens that go on behind the only point pass all layers, from the first one."""
 
     def counts(self, length: int) -> tuple[int, ...]:
         """Return the tokens of a prompt that pass the layers up to the first point, behind it, and so on.
@@ -59,7 +64,8 @@ class Schedule:
     def spans(self, num_layers: int) -> list[tuple[int, int]]:
         """Return the first layer of each part and the one past its last."""
         edges = [0, *(point.layer for point in self.points), num_layers]
-        return list(pairwise(edges))
+        spans = list(pairwise(edges))
+        return [*spans[:-1], (0, num_layers)] if self.reads_again else spans
 
     def share(self, length: int, num_layers: int) -> float:
         """Return the share of a full reading's layer passes that a prompt takes, its last token not counted."""
@@ -102,16 +108,20 @@ def scaled(preset: str, num_layers: int) -> Schedule:
     return Schedule(tuple(points.values()))
 
 
-def parse_keep(text: str, num_layers: int, *, first: int = 1, most: int | None = None) -> Schedule:
+def parse_keep(
+    text: str, num_layers: int, *, first: int = 1, most: int | None = None, has_entries: bool = False
+) -> Schedule:
     """Read a schedule: the name of a preset, or "9:0.5,18:0.5", layers and the shares that go on behind them.
 
-    A share may be followed by a score, as in "6:0.3:taught".
+    A layer may be a share of the depth, as in "30%:0.5". A share may be followed by a score, as in "6:0.3:taught", or,
+    in ways of reading that select entries, by the share of those, as in "15:0.2:0.1".
 
     Args:
         text: what was written.
         num_layers: of the model.
         first: smallest layer that may be named.
         most: how many layers may be named; None for any number.
+        has_entries: whether a second share is of entries.
 
     Raises:
         ConfigError: it is neither, or a layer or share cannot be.
@@ -120,20 +130,8 @@ def parse_keep(text: str, num_layers: int, *, first: int = 1, most: int | None =
         return scaled(text, num_layers)
     points: list[PrunePoint] = []
     for word in text.split(","):
-        layer, colon, rest = word.strip().partition(":")
-        keep, scored, score = rest.partition(":")
-        try:
-            point = PrunePoint(int(layer), float(keep), score if scored else SCORES[0])
-        except ValueError:
-            hint = nearest(text, PRESETS) if not colon and most is None else ""
-            raise ConfigError(
-                f"keep has {word.strip()!r}; write LAYER:SHARE, such as 9:0.5{hint}", field="keep"
-            ) from None
-        if point.score not in SCORES or (scored and most is not None):
-            known = nearest(score, SCORES) if most is None else "; this way of reading has one score, leave it out"
-            raise ConfigError(f"keep has the score {score!r} behind layer {layer}{known}", field="keep")
-        if not 0 < point.keep <= 1:
-            raise ConfigError(f"keep has the share {keep} behind layer {layer}; it must be in (0, 1]", field="keep")
+        point = _point(word.strip(), num_layers, takes_preset=most is None, has_entries=has_entries)
+        layer = point.layer
         if not first <= point.layer < num_layers:
             last = num_layers - 1
             where = f"this model can prune behind {first} to {last}"
@@ -148,3 +146,37 @@ def parse_keep(text: str, num_layers: int, *, first: int = 1, most: int | None =
     if most is not None and len(points) > most:
         raise ConfigError(f"keep names {len(points)} layers; this way of reading prunes once, behind one", field="keep")
     return Schedule(tuple(points))
+
+
+def _point(word: str, num_layers: int, *, takes_preset: bool, has_entries: bool) -> PrunePoint:
+    """Read one point of a schedule.
+
+    Raises:
+        ConfigError: it is none, or a share cannot be.
+    """
+    layer, colon, rest = word.partition(":")
+    keep, more, last = rest.partition(":")
+    try:
+        place = _layer(layer, num_layers)
+        if has_entries:
+            point = PrunePoint(place, float(keep), entries=float(last) if more else None)
+        else:
+            point = PrunePoint(place, float(keep), last if more else SCORES[0])
+    except ValueError:
+        hint = nearest(word, PRESETS) if not colon and takes_preset else ""
+        form = "LAYER:SHARE or LAYER:SHARE:ENTRIES, such as 15:0.2:0.1" if has_entries else "LAYER:SHARE, such as 9:0.5"
+        raise ConfigError(f"keep has {word!r}; write {form}{hint}", field="keep") from None
+    if point.score not in SCORES or (more and not has_entries and not takes_preset):
+        known = nearest(last, SCORES) if takes_preset else "; this way of reading has one score, leave it out"
+        raise ConfigError(f"keep has the score {last!r} behind layer {layer}{known}", field="keep")
+    for share, written in ((point.keep, keep), (point.entries, last)):
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(f"keep has the share {written} behind layer {layer}; it must be in (0, 1]", field="keep")
+    return point
+
+
+def _layer(text: str, num_layers: int) -> int:
+    """Return a layer that is given by its number, or as a share of the depth such as 40%."""
+    if not text.endswith("%"):
+        return int(text)
+    return min(max(1, round(float(text[:-1]) / 100 * num_layers)), num_layers - 1)

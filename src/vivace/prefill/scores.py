@@ -61,6 +61,25 @@ def by_masses(masses: Tensor, count: int, window: int) -> Tensor:
     return torch.cat((torch.arange(sinks, device=masses.device), chosen.sort().values, ends))
 
 
+def smoothed(masses: Tensor, width: int) -> Tensor:
+    """Return masses (n,) averaged over ``width`` neighbours, an odd number; beyond the ends are zeros."""
+    padded = torch.nn.functional.pad(masses.float(), (width // 2, width // 2))
+    return padded.unfold(0, width, 1).mean(-1)
+
+
+def best(masses: Tensor, count: int, window: int) -> Tensor:
+    """Keep the last tokens, ``window`` of them, and those in front of them with the largest masses (n,).
+
+    Args:
+        masses: of each token.
+        count: how many go on; ties go to earlier tokens.
+        window: tokens at the end that go on.
+    """
+    scores = masses.float().clone()
+    scores[max(0, len(scores) - min(window, count)) :] = torch.inf
+    return torch.sort(scores, descending=True, stable=True).indices[:count].sort().values
+
+
 def at_random(tokens: Sequence[int], count: int) -> Tensor:
     """Keep tokens that are drawn, by a seed that the prompt gives, and the last one."""
     generator = torch.Generator().manual_seed(zlib.crc32(array("q", tokens).tobytes()))

@@ -45,6 +45,10 @@ class PrefillSpec:
     """Whether its usual schedule is the plan beside the checkpoint, where there is one."""
     can_return: bool = False
     """Whether what is pruned may come back while the answer is written."""
+    reads_again: bool = False
+    """Whether tokens that go on are read again from the first layer."""
+    has_entries: bool = False
+    """Whether a schedule may say which share of the keys and values is kept besides."""
 
 
 PREFILLS: Mapping[str, PrefillSpec] = {
@@ -64,6 +68,26 @@ PREFILLS: Mapping[str, PrefillSpec] = {
         PrefillSpec("random", "tokens are drawn that are never read", keep="0:0.5", prunes_below=True),
         PrefillSpec(
             "lexical", "blocks that share few words with the end are never read", keep="0:0.5", prunes_below=True
+        ),
+        PrefillSpec(
+            "gemfilter",
+            "what the last token's queries match in a low layer is read again from the first one",
+            keep="40%:0.3",
+            prunes_once=True,
+            reads_again=True,
+        ),
+        PrefillSpec(
+            "fastkv",
+            "what the last tokens read goes on behind one layer, and each key head keeps entries of its own",
+            keep="47%:0.2:0.1",
+            prunes_once=True,
+            has_entries=True,
+        ),
+        PrefillSpec(
+            "specprefill",
+            "blocks that lower layers read while they guess the next tokens go on",
+            keep="40%:0.3",
+            prunes_once=True,
         ),
     )
 }

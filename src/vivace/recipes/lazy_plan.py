@@ -1,5 +1,7 @@
 """``vivace tune lazy``: the soonest first token at which a pruned prompt still says what the full one says.
 
+Every other way of reading is tuned alike, ``vivace tune gemfilter``, so that each is compared at its best.
+
 Schedules are compared by what they keep of the *likelihood* of each prompt's reference, ``exp(-nll)`` with the mean
 over its tokens, which every prompt has and which is paired: all schedules are asked the same. Where a prompt has no
 reference the answer of the full reading is one. Schedules are chosen on one half of the prompts and confirmed on the
@@ -25,6 +27,7 @@ from vivace.errors import ConfigError
 from vivace.options import Options
 from vivace.prefill.learned import KIND, LazyConfig, LazyPlan
 from vivace.prefill.schedule import PRESETS
+from vivace.prefill.table import find_prefill
 from vivace.prompts import Prompt
 
 SHARES = (0.5, 0.4, 0.3, 0.2)
@@ -38,6 +41,10 @@ NATS = 0.04
 prompts that the model is sure of; the mean NLL hangs on the others, so both have to hold."""
 FEW = 6
 ANSWER = 24
+DEPTHS = ("30%", "40%", "50%", "60%")
+"""Layers that are tried of a way of reading that prunes once, as shares of the depth."""
+ENTRIES = (0.5, 0.2)
+"""Shares of the keys and values that are tried where a way selects them, beside all."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +116,9 @@ def questions(engine: Engine, prompts: Sequence[Prompt], least: int) -> list[Lon
     return found
 
 
-def ask(engine: Engine, question: LongPrompt, keep: str | None) -> Asked:
-    """Return what a schedule makes of a prompt; None reads it in full."""
-    way: dict[str, Any] = {} if keep is None else {"prefill": KIND, "keep": keep, "min_prompt": 1}
+def ask(engine: Engine, question: LongPrompt, keep: str | None, name: str = KIND) -> Asked:
+    """Return what a schedule of the way of reading ``name`` makes of a prompt; None reads it in full."""
+    way: dict[str, Any] = {} if keep is None else {"prefill": name, "keep": keep, "min_prompt": 1}
     length = len(question.reference)
     options = Options.of(
         {"method": "plain", "do_sample": False, "max_new_tokens": length, "ignore_eos": True, "logprobs": True, **way}
@@ -126,8 +133,14 @@ def ask(engine: Engine, question: LongPrompt, keep: str | None) -> Asked:
     return Asked(-statistics.mean(result.logprobs), result.stats.first_token_s, share)
 
 
-def candidates(engine: Engine) -> list[str]:
-    """Return schedules to try: the paper's presets, and every learnt point with several shares."""
+def candidates(engine: Engine, name: str = KIND) -> list[str]:
+    """Return schedules to try: layers by shares; of ``lazy`` the paper's presets, and every learnt point."""
+    spec = find_prefill(name)
+    if spec.prunes_below:
+        return [f"0:{share}" for share in SHARES]
+    if spec.prunes_once:
+        shares = [f"{depth}:{share}" for depth in DEPTHS for share in SHARES]
+        return [*shares, *(f"{each}:{part}" for each in shares for part in ENTRIES if spec.has_entries)]
     if not engine.prefills.has_learned:
         return list(PRESETS)
     learned = engine.prefills.learned
@@ -142,6 +155,7 @@ def search(
     asked: Sequence[LongPrompt],
     floor: float,
     on_tried: Callable[[TriedSchedule, str], None],
+    name: str = KIND,
 ) -> tuple[list[TriedSchedule], TriedSchedule | None]:
     """Try schedules on the even prompts, and confirm the soonest that keeps the floor on the odd ones.
 
@@ -151,6 +165,7 @@ def search(
         asked: prompts.
         floor: share of the full reading's likelihood that has to be kept.
         on_tried: told of each schedule, and of what it was tried on.
+        name: the way of reading whose schedules they are.
 
     Returns:
         All schedules on the first half, the soonest first, and the confirmed one on the other half, or None.
@@ -166,11 +181,11 @@ def search(
 
     def tried(keep: str, half: int) -> TriedSchedule:
         found = list[Asked]()
-        ask(engine, halves[half][0], keep)
+        ask(engine, halves[half][0], keep, name)
         for number, question in zip(count(), halves[half]):
             if number == len(full[half]):
                 full[half].append(ask(engine, question, None))
-            found.append(ask(engine, question, keep))
+            found.append(ask(engine, question, keep, name))
             if half == 0 and number + 1 == FEW and _over(keep, full[0], found).kept < DOUBT * floor:
                 break
         return _over(keep, full[half], found)
