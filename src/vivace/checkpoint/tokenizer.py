@@ -193,6 +193,17 @@ class TextStream:
         self._context = 0
         self._done = 0
 
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether the last tokens have no text yet: bytes of a character that is not complete, or none at all."""
+        return self._done < len(self._ids)
+
+    def copy(self) -> TextStream:
+        """Return a decoder of a text that begins with all tokens that this one has."""
+        other = TextStream(self._tokenizer)
+        other._ids, other._context, other._done = list(self._ids), self._context, self._done
+        return other
+
     def push(self, ids: Sequence[int]) -> str:
         """Add tokens and return the text that can no longer change; it may be empty."""
         text = ""
