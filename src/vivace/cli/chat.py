@@ -27,6 +27,7 @@ def chat(
     method: options.Method = "auto",
     load: options.LoadFlags,
     use: options.Use = None,
+    guard: options.Guard = None,
     store: options.StoreFlags,
     cache: options.PromptCacheFlags,
     reading: options.PrefillFlags,
@@ -36,7 +37,7 @@ def chat(
     """Talk with a model; every turn sees the whole conversation, and reads what is new of it."""
     from vivace.conversation import Conversation
 
-    engine = open_engine(model, [method], load, store, cache, use=use)
+    engine = open_engine(model, [method], load, store, cache, use=use, guard=guard)
     settings = options.given(
         max_new_tokens=max_new_tokens, method=method, adapter=use, **vars(reading), **vars(sampling)
     )

@@ -38,6 +38,8 @@ def generate(
     quality: options.Quality = None,
     load: options.LoadFlags,
     use: options.Use = None,
+    guard: options.Guard = None,
+    untrusted: options.Untrusted = None,
     store: options.StoreFlags,
     cache: options.PromptCacheFlags,
     ranks: options.ParallelFlags,
@@ -54,7 +56,9 @@ def generate(
     if logprobs and not as_json:
         raise ConfigError("--logprobs has no effect without --json; add it, or leave --logprobs out")
     requests = read_requests(prompt, prompt_file, token_ids)
-    engine = open_engine(model, [method], load, store, cache, ranks, use=use, reads_sources=True)
+    if untrusted:
+        requests = [_with_untrusted(request, untrusted, raw=raw) for request in requests]
+    engine = open_engine(model, [method], load, store, cache, ranks, use=use, guard=guard, reads_sources=True)
     settings = options.given(
         max_new_tokens=max_new_tokens,
         method=method,
@@ -110,6 +114,19 @@ def read_requests(prompt: str | None, prompt_file: Path | None, token_ids: str |
     return [text.removesuffix("\n")]
 
 
+def _with_untrusted(request: Request, paths: list[Path], *, raw: bool) -> Request:
+    """Return a prompt followed by the texts of files, as messages of the role for material.
+
+    Raises:
+        ConfigError: the prompt is not written with the chat template.
+        NotFoundError: there is no such file.
+    """
+    if raw or (not isinstance(request, str) and request and isinstance(request[0], int)):
+        raise ConfigError("--untrusted needs the chat template; leave out --raw or --token-ids")
+    messages: list[Message] = [{"role": "user", "content": request}] if isinstance(request, str) else list(request)  # type: ignore[arg-type]
+    return messages + [{"role": "untrusted", "content": _read_text(path)} for path in paths]
+
+
 def stream_answer(engine: Engine, request: Request, settings: dict[str, Any]) -> Result | None:
     """Write an answer to stdout while it is made, and its statistics to stderr; return the result."""
     return show(engine.stream(request, **settings))
@@ -148,6 +165,8 @@ def summary(result: Result) -> str:
         line += f", prefill {stats.prefill} (lossy): of {stats.num_prompt_tokens} prompt tokens {left or 'all'}"
     elif stats.prefill_reason:
         line += f", prefill full: {stats.prefill_reason}"
+    if stats.guard:
+        line += f", guard: {', '.join(stats.guard)}"
     if stats.early_exit_share is not None:
         line += f", {stats.early_exit_share:.0%} left early, {stats.mean_exit_layer:.1f} layers a token"
     chosen = f"; auto: {result.choice}" if result.choice else ""

@@ -33,6 +33,7 @@ def open_engine(
     ranks: ParallelFlags = NO_RANKS,
     *,
     use: str | None = None,
+    guard: Path | None = None,
     reads_sources: bool = False,
 ) -> Engine:
     """Load a model and say so on stderr.
@@ -46,6 +47,7 @@ def open_engine(
         cache: flags that say where texts are kept on disk.
         ranks: flags that say how processes share it; on all but the first of them this function does not return.
         use: name of the LoRA that answers wear; None for none.
+        guard: file or folder of what judges prompts and answers; None for none.
         reads_sources: whether the command can use an encoder-decoder model.
 
     Raises:
@@ -74,6 +76,7 @@ def open_engine(
         prompt_cache_ro=cache.prompt_cache_ro,
         prompt_cache_bytes=cache.prompt_cache_bytes,
         ignore_config_keys=load.ignore_config_key or (),
+        guard=guard,
         parallel=ranks.parallel,
         wire=ranks.wire,
         link_interface=ranks.link_interface,

@@ -93,6 +93,23 @@ Memory = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+Guard = Annotated[
+    Path | None,
+    typer.Option(
+        "--guard",
+        help="What judges prompts and answers: a file of rules, or the folder of `vivace train guard`.",
+        metavar="DIR|FILE",
+        rich_help_panel=_MODEL,
+    ),
+]
+Untrusted = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--untrusted",
+        help="A text file to be worked on, whose instructions are not to be followed, repeatable.",
+        metavar="FILE",
+    ),
+]
 Reader = Annotated[
     str, typer.Option(help="How a store is read: auto, direct, buffered or mmap.", rich_help_panel=_MODEL)
 ]

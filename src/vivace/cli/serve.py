@@ -33,6 +33,7 @@ def serve(
     cache: options.PromptCacheFlags,
     ranks: options.ParallelFlags,
     reading: options.PrefillFlags,
+    guard: options.Guard = None,
     method: Annotated[str, typer.Option(help="How requests are decoded that do not say.")] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535, rich_help_panel=_SERVER)] = 8000,
@@ -164,7 +165,7 @@ def serve(
         raise ConfigError("--adapter-memory has no effect without --adapter or --adapter-folder; leave it out")
     found = options.parse_adapters(load.adapter)
     adapters = {found.rstrip("/").rpartition("/")[2]: found} if isinstance(found, str) else found
-    engine = open_engine(model, (), replace(load, adapter=None), store, cache, ranks)
+    engine = open_engine(model, (), replace(load, adapter=None), store, cache, ranks, guard=guard)
     from vivace.serve.app import Server
 
     server = Server(engine, config, adapters, vivace.__version__)

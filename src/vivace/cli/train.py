@@ -11,6 +11,7 @@ import typer
 from vivace.cli import options
 from vivace.cli.bench import print_runs
 from vivace.cli.console import console
+from vivace.cli.guard import GUARD, train_guard
 from vivace.cli.lazy import LAZY, train_lazy
 from vivace.cli.loading import folder_of, open_engine
 from vivace.errors import ConfigError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def train(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe file (YAML or JSON), the name of one that ships or of a method, or lazy.")
+        str, typer.Argument(help="A recipe file (YAML or JSON), the name of one that ships or of a method, lazy or guard.")
     ],
     changes: Annotated[
         list[str] | None, typer.Argument(help="Changes to the recipe, such as loop.minutes=5.", metavar="KEY=VALUE...")
@@ -66,6 +67,13 @@ def train(
         place, engine = out or _place_of(model, LAZY), open_engine(model, (), load)
         report = _report(tensorboard)
         train_lazy(engine, changes or [], _rows(data or []), place, minutes, report, as_json=as_json)
+        return
+    if recipe == GUARD:
+        if (memory, reader, minutes) != (None, "auto", None):
+            raise ConfigError("a guard is learnt in memory, as long as it takes; leave out --memory, --reader, --minutes")
+        load = options.LoadFlags(device=device, dtype=dtype, kernels="torch", ignore_config_key=ignore_config_key)
+        place, report = out or _place_of(model, GUARD), _report(tensorboard)
+        train_guard(open_engine(model, (), load), changes or [], _rows(data or []), place, report, as_json=as_json)
         return
     values = override(recipe_named(recipe), changes or [])
     found = recipe_of(values)

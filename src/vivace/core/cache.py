@@ -115,12 +115,15 @@ class KVCache:
             self.pruned = torch.zeros((len(specs), num_slots), dtype=torch.int64)
         """(layers, slots) number of prompt tokens that a layer has no entries of (``prune``)."""
         self.has_pruned = False
+        self.leads = [0] * num_slots
+        """Number of entries in front of each slot's text that belong to no token (``begin_with``)."""
         self.beside: KVCache | None = None
         """Entries of the sources that the slots' texts have, where the model reads sources."""
         self.adapters = SlotAdapters()
         """Low-rank deltas that the rows of each slot carry in every call."""
         self._writable = [(0, 0)] * num_slots
-        """Entries of each slot that are known to be its own, first and one past the last."""
+        """Stored entries of each slot that are known to be its own, first and one past the last, those in front of its
+        text counted."""
         try:
             self.tables = [BlockTable(pool, num_slots, width) for pool in store.pools]
         except (MemoryError, RuntimeError) as exc:
@@ -171,8 +174,9 @@ class KVCache:
             BusyError: there is no memory for them now; those that could be had stay with their slots.
         """
         for slot, stop in zip(slots, stops, strict=True):
-            assert stop <= self.capacity, f"entry {stop - 1} of a slot of {self.capacity}"
-            self._own(slot, self.lengths[slot], stop)
+            lead = self.leads[slot]
+            assert stop + lead <= self.capacity, f"entry {stop + lead - 1} of a slot of {self.capacity}"
+            self._own(slot, self.lengths[slot] + lead, stop + lead)
 
     def reserve(self, slots: Sequence[int], entries: Sequence[int]) -> None:
         """Let each slot's entry be written, which must lie within the slot.
@@ -181,13 +185,13 @@ class KVCache:
             BusyError: there is no memory for it now.
         """
         for slot, entry in zip(slots, entries, strict=True):
-            first, stop = self._writable[slot]
-            if not first <= entry < stop:
-                assert entry < self.capacity, f"entry {entry} of a slot of {self.capacity}"
-                self._own(slot, min(entry, self.lengths[slot]), entry + 1)
+            (first, stop), lead = self._writable[slot], self.leads[slot]
+            if not first <= entry + lead < stop:
+                assert entry + lead < self.capacity, f"entry {entry + lead} of a slot of {self.capacity}"
+                self._own(slot, min(entry, self.lengths[slot]) + lead, entry + lead + 1)
 
     def _own(self, slot: int, first: int, stop: int) -> None:
-        """Make entries first..stop-1 writable, with those in front of them that have no block yet."""
+        """Make stored entries first..stop-1 writable, with those in front of them that have no block yet."""
         size = self.store.size
         known, until = self._writable[slot]
         if known <= first and stop <= until:
@@ -201,12 +205,13 @@ class KVCache:
         self._writable[slot] = first, -(-stop // size) * size
 
     def reach(self, slot: int) -> int:
-        """Return how many entries of a slot have blocks."""
-        return min(len(table.blocks[slot]) for table in self.tables) * self.store.size
+        """Return how many entries of a slot's text have blocks."""
+        return min(len(table.blocks[slot]) for table in self.tables) * self.store.size - self.leads[slot]
 
     def lend(self, slot: int, first: int, stop: int) -> Blocks:
         """Hold the blocks of entries first..stop-1 of a slot for somebody who reads no entry from ``stop`` on."""
-        size = self.store.size
+        size, lead = self.store.size, self.leads[slot]
+        first, stop = first + lead, stop + lead
         self._writable[slot] = 0, 0
         lent = []
         for table in self.tables:
@@ -217,7 +222,8 @@ class KVCache:
 
     def adopt(self, slot: int, first: int, stop: int, blocks: Blocks) -> None:
         """Let a slot have the blocks of entries first..stop-1 that somebody holds, beside those it has in front."""
-        size = self.store.size
+        size, lead = self.store.size, self.leads[slot]
+        first, stop = first + lead, stop + lead
         self._writable[slot] = 0, 0
         for table, own in zip(self.tables, blocks, strict=True):
             table.pool.hold(own, (stop - 1) % size + 1)
@@ -253,6 +259,23 @@ class KVCache:
             table.clear(slot)
         self.lengths[slot] = 0
         self._writable[slot] = 0, 0
+
+    def begin_with(self, slot: int, count: int, blocks: Blocks) -> None:
+        """Let an empty slot begin with entries that belong to no token, such as those of a soft prompt.
+
+        Its text is stored behind them: entry e of the text is entry e plus their number, in every layer. Whoever
+        addresses entries goes on as if they were not there (``Step.in_layer``); every row reads them. Positions begin
+        at the text. The blocks are shared until something is written behind the entries in the last of them.
+
+        Args:
+            slot: which has nothing yet.
+            count: number of the entries.
+            blocks: in which they lie, as ``lend`` gives them.
+        """
+        assert not self.lengths[slot] and not self.leads[slot], "a lead stands in front of everything else"
+        self.adopt(slot, 0, count, blocks)
+        self.prune(slot, [-count] * len(self.pruned))
+        self.leads[slot] = count
 
     def prune(self, slot: int, pruned: Sequence[int]) -> None:
         """Say how many prompt tokens of a slot each layer has no entries of.
@@ -396,9 +419,11 @@ class KVCache:
 
     def _copy(self, source: int, target: int, length: int) -> None:
         """Give an empty slot copies of all entries of another one."""
+        self.leads[target] = self.leads[source]
         self.extend([target], [length])
+        count = length + self.leads[source]
         for table in self.tables:
-            table.pool.paste(table.blocks[target], 0, length, table.pool.copies(table.blocks[source], 0, length))
+            table.pool.paste(table.blocks[target], 0, count, table.pool.copies(table.blocks[source], 0, count))
         self.prune(target, self.pruned[:, source].tolist())
 
     def release(self, slots: Sequence[int]) -> None:
@@ -406,7 +431,7 @@ class KVCache:
         for slot in slots:
             for table in self.tables:
                 table.clear(slot)
-            self.lengths[slot] = self.prompts[slot] = 0
+            self.lengths[slot] = self.prompts[slot] = self.leads[slot] = 0
             self._writable[slot] = 0, 0
             self.pending[slot] = PendingKV()
             self.adapters.give(slot, None)

@@ -133,6 +133,17 @@ class Rotary:
         cos, sin = (torch.where(is_long[:, None, None], far, near) for far, near in pairs)
         return cos, sin
 
+    def in_front(self, count: int, dtype: torch.dtype, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
+        """Return those of the positions -count..-1, which stand in front of a text, each (count, 1, width).
+
+        Raises:
+            AssertionError: rotations depend on the length of the text.
+        """
+        assert self.rope.kind != "dynamic" and self._long is None
+        angles = torch.arange(-count, 0, dtype=torch.float32, device="cpu")[:, None] * self._frequencies
+        cos, sin = self._signed(angles, dtype)
+        return cos.to(device), sin.to(device)
+
     def table(self, count: int, dtype: torch.dtype, device: torch.device = CPU) -> tuple[Tensor, Tensor]:
         """Return those of at least ``count`` positions, each (positions, 1, width); for longrope those of short texts,
         and none for the dynamic kind.

@@ -10,6 +10,7 @@ import torch
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft, SlotState, TargetPass
+from vivace.decode.guarding import Withheld
 from vivace.decode.isolation import RequestFailed, blaming
 from vivace.decode.prefill import Prefill, PrefillState
 from vivace.decode.sequence import Sequence as Decoding
@@ -58,6 +59,8 @@ class PromptReader:
         if self.num_read == self.num_asked:
             self.num_read = self.num_asked = 0
         known = 0
+        if sequence.request.guard is not None and not sequence.num_new:
+            sequence.guarded = Withheld(sequence.request.guard.open())
         if sequence.request.source is not None:
             started = time.perf_counter()
             with blaming(sequence.slot, "reading its source"):
@@ -117,6 +120,8 @@ class PromptReader:
             sequence.stats.prefill_s += elapsed
             sequence.stats.num_prompt_layer_passes += done.passes.get(sequence.slot, 0)
             sequence.stats.prompt_kept += [list(point) for point in done.kept.get(sequence.slot, ())]
+            if sequence.guarded is not None and sequence.slot in done.draft.slots and not sequence.num_new:
+                sequence.guarded.watch.read_prompt(_part(done.draft, done.passed, [sequence.slot])[1].hidden)
             if sequence.shares:
                 if sequence.slot in done.draft.slots:
                     sequence.shown.append(_part(done.draft, done.passed, [sequence.slot])[1].hidden)
@@ -137,7 +142,10 @@ class PromptReader:
             sequence.stats.num_cached_tokens = known
         if known:
             draft = Draft.committed_only({slot: wanted[:known]}, is_prompt=True, device=self._cache.device)
-            drafting.observe(draft, TargetPass(torch.cat(sequence.shown), torch.arange(known)), None)
+            shown = torch.cat(sequence.shown)
+            drafting.observe(draft, TargetPass(shown, torch.arange(known)), None)
+            if sequence.guarded is not None and not sequence.num_new:
+                sequence.guarded.watch.read_prompt(shown)
             for state in (*self._owned, sequence.prefilling, drafting):
                 state.commit([slot], [range(known)])
         if known == len(request.tokens) - 1 and not sequence.keeps_answer:  # the cache has the whole prompt already

@@ -13,6 +13,7 @@ from vivace.core.low_rank import AdapterSource
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Drafter, Prefix
 from vivace.decode.beams import BeamPlan, Hypothesis
+from vivace.decode.guarding import Guarding, Verdict
 from vivace.decode.prefill import FULL, Prefill
 from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NoTokenError, VivaceError
@@ -20,8 +21,9 @@ from vivace.errors import CapacityError, ConfigError, NoTokenError, VivaceError
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A logits processor as in transformers: token ids (1, S) and logits (1, V) -> logits (1, V)."""
 
-FinishReason = Literal["stop", "length", "error"]
-"""Why no further token follows. A request that failed ends with "error", and its last event carries the error."""
+FinishReason = Literal["stop", "length", "content_filter", "error"]
+"""Why no further token follows. A request that failed ends with "error", and its last event carries the error. With
+"content_filter" a guard refused the prompt, or what the answer would have gone on with."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,10 @@ class Request:
     """First new token, whatever the model says."""
     forced_last: int | None = None
     """Token that a text of ``max_new_tokens`` has to end with, if nothing else has ended it."""
+    guard: Guarding | None = field(default=None, compare=False)
+    """Judges the text while it is written; nothing of it is shown before."""
+    refused: Verdict | None = None
+    """A guard's verdict on the prompt, known before it is read; if there is one, it is not read."""
     prefix: Prefix | None = None
     """A cache of prompts: asked for entries of this prompt before it is prefilled, and given its entries afterwards."""
 

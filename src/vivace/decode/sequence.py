@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vivace.core.seams import Draft, DraftState, TargetPass, Verdict
 from vivace.decode.beams import BeamSearch
+from vivace.decode.guarding import Withheld
 from vivace.decode.memory import DRAFT_SLACK
 from vivace.decode.prefill import PrefillState, PromptPiece
 from vivace.decode.request import Emitted, FinishReason, Request
@@ -46,6 +47,8 @@ class Sequence:
     """Number of passes it has taken part in, prefill and decoding."""
     search: BeamSearch | None = None
     """Its beams, which begin again where it lost its slot."""
+    guarded: Withheld | None = None
+    """Its tokens that a guard has not judged yet; None without a guard."""
     num_certain: int = 0
     """Number of new tokens that all beams have in common and that are emitted."""
 
@@ -71,6 +74,7 @@ class Sequence:
             stats=copy.deepcopy(self.stats),
             pieces=deque(),
             shown=list(self.shown),
+            guarded=None if self.guarded is None else self.guarded.forked(),
         )
 
     @property

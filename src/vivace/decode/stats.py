@@ -28,6 +28,8 @@ class DecodeStats:
     empty where what is pruned stays away."""
     num_tokens: int = 0
     """New tokens returned."""
+    guard: dict[str, float] = field(default_factory=dict)
+    """What a guard found, by category, with the highest score; never what was written."""
     num_preemptions: int = 0
     """How often it lost its slot to older requests when memory ended, and was read again."""
     num_spec_steps: int = 0

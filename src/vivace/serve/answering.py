@@ -106,9 +106,9 @@ class Reply:
         fresh = choice.take(emitted)
         count = len(fresh.tokens)
         metrics.count("generation_tokens", count)
-        if before:
+        if before and count:
             metrics.observe("inter_token_latency_seconds", [(choice.last_at - before) / count] * count)
-        else:
+        elif not before:
             metrics.observe("time_to_first_token_seconds", [choice.last_at - self.arrived_at])
         if choice.finish_reason is not None:
             metrics.finished(choice, self.arrived_at, self.queue_s)

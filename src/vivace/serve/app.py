@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from vivace.decode.memory import text_bytes
+from vivace.decode.request import Emitted
 from vivace.engine import Engine, Options
 from vivace.errors import VivaceError
 from vivace.serve.answering import Echo, EventStream, Reply, cancel_on_disconnect, head
@@ -27,6 +28,7 @@ from vivace.serve.bodies import (
     DetokenizeBody,
     GenerationBody,
     LoadLoraBody,
+    ModerationBody,
     TokenizeBody,
     UnloadLoraBody,
 )
@@ -42,6 +44,7 @@ from vivace.serve.long_text import LONG
 from vivace.serve.loras import LoraRoutes
 from vivace.serve.metrics import Metrics
 from vivace.serve.middleware import Middleware
+from vivace.serve.moderation import Moderation
 from vivace.serve.parsing import ParsedRequest, RequestParser
 from vivace.serve.prompts import Prompts
 from vivace.serve.replies import ChatShape, Extras, ResponseShape, TextShape
@@ -138,6 +141,7 @@ class Server:
         names = ("prefill", "keep", "min_prompt", "decode_keep")
         reading = Options.of({name: getattr(config, name) for name in names})
         engine.prefills.of(reading.reading, asked)
+        self.moderation = Moderation(engine, self.catalog, asked)
         self.asking = RequestParser(engine, self.catalog, prompts, prefix, asked, config.default_max_tokens, reading)
         self.figures = ServerFigures(config.served_model_name, self.calls, self.connections, self.worker)
         self.metrics = Metrics(config.served_model_name, self.worker, self.figures, compat=config.metrics_compat)
@@ -241,6 +245,21 @@ class Server:
             )
         )
 
+    async def moderate(self, request: Request) -> Response:
+        """Answer a request to ``/v1/moderations``."""
+        raw = await request.body()
+        texts, requests = await cancel_on_disconnect(request, self.heavy.run(self.moderation.asked, raw))
+        call = Call(self.worker, self.calls, requests)
+        call.start()
+        measured: list[dict[str, float]] = [{} for _ in requests]
+        try:
+            async for found in call.events():
+                if found is not None and isinstance(found[1], Emitted):
+                    measured[found[0]] = found[1].stats.guard
+        finally:
+            call.close()
+        return _json(await self.heavy.run(lambda: encoded(self.moderation.reply(texts, measured))))
+
     async def load_lora(self, request: Request) -> Response:
         """Answer a request to ``/v1/load_lora_adapter``."""
         return Response(await self.texts.run(self.loras.load, await request.body()), media_type="text/plain")
@@ -302,7 +321,7 @@ def build(server: Server) -> FastAPI:
     _generation_routes(app, server)
     _other_routes(app, server)
     _adapter_routes(app, server)
-    describe(app, (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, LoadLoraBody, UnloadLoraBody))
+    describe(app, (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, ModerationBody, LoadLoraBody, UnloadLoraBody))
     return app
 
 
@@ -321,6 +340,11 @@ def _generation_routes(app: FastAPI, server: Server) -> None:
     async def completions(request: Request) -> Response:
         """Continue one or several texts (OpenAI's completions)."""
         return await server.complete(request)
+
+    @app.post("/v1/moderations", responses=_ERRORS, openapi_extra=takes(ModerationBody))
+    async def moderations(request: Request) -> Response:
+        """Say what the server's guard finds in texts (OpenAI's moderations)."""
+        return await server.moderate(request)
 
     @app.post("/tokenize", responses=_ERRORS, openapi_extra=takes(TokenizeBody))
     async def tokenize(request: Request) -> Response:

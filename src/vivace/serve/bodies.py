@@ -435,6 +435,13 @@ class LoadLoraBody(Body):
     )
 
 
+class ModerationBody(Body):
+    """Body of ``POST /v1/moderations``."""
+
+    model: str | None = Field(None, description="The base model's name; left out: that.")
+    input: Annotated[str, Field(min_length=1)] | PromptTexts = Field(description="A text, or several.")
+
+
 class UnloadLoraBody(Body):
     """Body of ``POST /v1/unload_lora_adapter``."""
 

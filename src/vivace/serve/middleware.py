@@ -30,6 +30,7 @@ KNOWN_PATHS = OPEN_PATHS | {
     "/v1/completions",
     "/v1/models",
     "/v1/load_lora_adapter",
+    "/v1/moderations",
     "/v1/unload_lora_adapter",
     "/tokenize",
     "/detokenize",

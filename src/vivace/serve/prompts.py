@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vivace.adapters.guard.untrusted import has_untrusted, with_material
 from vivace.checkpoint.token_length import longest_token
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.engine import Engine
@@ -78,6 +79,8 @@ class Prompts:
     ) -> str:
         """Return the prompt that the chat template makes of messages."""
         values: Any = [message.template_values() for message in messages]
+        if has_untrusted(values):
+            values = with_material(values, self._engine.tokenizer)
         return self._engine.tokenizer.prompt_text(
             values, add_generation_prompt=add_generation_prompt, **(template or {})
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from vivace.checkpoint.files import read_json
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.configuration import build
 from vivace.core.model import Decoder
-from vivace.decode.guarding import ALLOWED, Verdict
+from vivace.decode.guarding import ALLOWED, Guarding, Verdict
 from vivace.errors import ConfigError, NotFoundError
 
 RULES = "rules.json"
@@ -74,9 +75,38 @@ class Guard:
         searches = self.rules.searches("input")
         return {s.rule.category: 1.0 for s in searches if s.look(text, is_whole=True).is_certain}
 
+    def for_prompt(self, tokens: Sequence[int]) -> tuple[Guarding, Verdict | None]:
+        """Judge the text of a prompt by the rules.
+
+        Returns:
+            What judges the prompt by the head, once it is read, and the answer; and the verdict where it is refused.
+
+        Raises:
+            UsageError: a rule takes too long on it.
+        """
+        text = self.tokenizer.decode(tokens)
+        verdict = self.check_input(text)
+        if verdict.category is not None:
+            log.info("guard: the prompt is of category %s (%s)", verdict.category, verdict.action)
+        return GuardedPrompt(self, self.flagged(text)), verdict if verdict.blocks else None
+
+
+@dataclass(frozen=True)
+class GuardedPrompt:
+    """Fills ``Guarding``: a guard beside one prompt."""
+
+    guard: Guard
+    flagged: Mapping[str, float]
+    """What the rules found in the prompt."""
+    notes_all: bool = False
+    """Whether the scores of all categories of the head are noted, not only those over their thresholds."""
+
     def open(self) -> TextWatch:
         """Return the watch of an answer that has no token yet."""
-        return TextWatch(self.tokenizer, self.rules.searches("output"), self.head, self.norm)
+        searches = self.guard.rules.searches("output")
+        watch = TextWatch(self.guard.tokenizer, searches, self.guard.head, self.guard.norm, notes_all=self.notes_all)
+        watch.scores.update(self.flagged)
+        return watch
 
 
 def load_guard(path: str | Path, base: Path, model: Decoder, tokenizer: Tokenizer) -> Guard:

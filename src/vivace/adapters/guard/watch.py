@@ -24,7 +24,9 @@ class TextWatch:
     back until the next one is there, or the text ends.
     """
 
-    def __init__(self, tokenizer: Tokenizer, searches: Sequence[Search], head: Head | None, norm: Norm) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, searches: Sequence[Search], head: Head | None, norm: Norm, *, notes_all: bool = False
+    ) -> None:
         """Begin without a token.
 
         Args:
@@ -32,12 +34,14 @@ class TextWatch:
             searches: of the rules about answers.
             head: judges the prompt and the answer; None for none.
             norm: the model's last norm.
+            notes_all: whether ``scores`` has every category of the head, and not only what is over its threshold.
         """
         self.scores: dict[str, float] = {}
         self._stream = tokenizer.stream()
         self._searches = list(searches)
         self._head = head
         self._norm = norm
+        self._notes_all = notes_all
         self._text = ""
         self._ends: list[int] = []
         """By token: number of characters that are written with it, or -1 where it ends inside a character."""
@@ -94,7 +98,7 @@ class TextWatch:
         if not self._ends and not self._answer.count:  # the first row is that of the last prompt token
             self._prompt.add(rows[:1])
             rows = rows[1:]
-            found.append(self._noted(self._head.verdict(self._head.scores(self._prompt.read()), "input")))
+            found.append(self._of_prompt(self._head))
         if not self._judges["output"]:
             return found + [ALLOWED] * len(rows)
         scores = self._head.scores(self._answer.each(rows))
@@ -104,6 +108,16 @@ class TextWatch:
             if verdict.blocks:
                 break
         return [self._noted(verdict) for verdict in found]
+
+    def _of_prompt(self, head: Head) -> Verdict:
+        """Return what the head says about the prompt, all of whose residuals are read."""
+        if not self._judges["input"]:
+            return ALLOWED
+        scores = head.scores(self._prompt.read())
+        if self._notes_all:
+            pairs = zip(head.config.categories, head.config.where, scores.tolist(), strict=True)
+            self.scores.update({name: score for name, where, score in pairs if where == "input"})
+        return self._noted(head.verdict(scores, "input"))
 
     def _noted(self, verdict: Verdict) -> Verdict:
         if verdict.category is not None:

@@ -1,0 +1,224 @@
+"""``vivace train guard``: a head that tells prompts or answers of some categories from all others, learnt in minutes.
+
+Rows are prompts whose reference is the category, or ``ok`` (or none) for what is allowed. The model reads each of them
+once. A logistic regression on what it computes is then fitted exactly (L-BFGS), its strength of regularisation chosen on
+held-back rows, and the threshold is set where the wanted share of allowed held-back rows is refused.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vivace.adapters.guard.head import Head, HeadConfig, HeadPlan
+from vivace.adapters.guard.watch import features_of
+from vivace.decode.guarding import Action
+from vivace.engine import Engine
+from vivace.errors import ConfigError, UnsupportedError
+from vivace.core.step import Step
+from vivace.prompts import Prompt
+from vivace.train.report import Report
+
+OK = "ok"
+"""The reference of a row that is allowed."""
+
+
+@dataclass(frozen=True)
+class GuardRecipe:
+    """How a guard is trained."""
+
+    where: str = "input"
+    """Whether it judges prompts ("input"), or answers ("output"): a row's text is then what was answered."""
+    false_refusals: float = 0.05
+    """Share of allowed rows that may be refused; it sets the threshold."""
+    action: Action = "block"
+    """What follows: "block", or "flag", which only notes it."""
+    penalties: tuple[float, ...] = (0.0001, 0.001, 0.01, 0.1, 1.0)
+    """Weights of the squared norm of the head that are tried."""
+    held_back: float = 0.2
+    """Share of the rows on which they are compared and the threshold is set."""
+    rows: int = 20000
+    """Most rows that are read."""
+    longest: int = 1024
+    """Longer rows are left out, in tokens."""
+    tokens_per_batch: int = 2048
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.where not in ("input", "output"):
+            raise ConfigError(f"where is input or output, found {self.where!r}")
+        if self.action not in ("block", "flag"):
+            raise ConfigError(f"action is block or flag, found {self.action!r}")
+        if not 0 < self.false_refusals < 1 or not 0 < self.held_back < 1:
+            raise ConfigError("false_refusals and held_back are shares between 0 and 1")
+        if not self.penalties or min(self.penalties) <= 0 or self.rows < 1 or self.longest < 1:
+            raise ConfigError("penalties, rows and longest are above 0")
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """How well a category is found on held-back rows."""
+
+    category: str
+    num_rows: int
+    area: float
+    """Area under the curve of hits over false refusals: the share of pairs in the right order."""
+    threshold: float
+    hits: float
+    """Share of the category's rows that are found at the threshold."""
+
+
+def learn_guard(
+    recipe: GuardRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report
+) -> list[Fitted]:
+    """Read rows, fit the head and write it; return how good it is, by category.
+
+    Raises:
+        ConfigError: rows are missing, or one has several references.
+        UnsupportedError: there are no residuals to read of this model.
+    """
+    if engine.kernels.body is not None or engine.model.encoder is not None:
+        raise UnsupportedError("a guard learns from a decoder in PyTorch; load it with kernels='torch'")
+    texts, names = _labelled(recipe, engine, prompts)
+    categories = tuple(sorted(set(names) - {OK}))
+    if not categories or OK not in names:
+        raise ConfigError(
+            f"a guard learns from rows of a category (their reference) and from allowed ones (reference {OK!r} or "
+            f"none); found {', '.join(f'{count} of {name}' for name, count in Counter(names).items()) or 'none'}"
+        )
+    features = read_features(engine, texts, recipe.tokens_per_batch, report)
+    held = _held_back(names, recipe)
+    heads, fitted = [], []
+    for category in categories:
+        wanted = torch.tensor([name == category for name in names])
+        weight, bias = _best(recipe, features, wanted, held, report, category)
+        scores = torch.sigmoid(features @ weight + bias)
+        allowed = torch.tensor([name == OK for name in names])
+        threshold = float(torch.quantile(scores[held & allowed], 1 - recipe.false_refusals).clamp(1e-6, 1))
+        hit = scores[held & wanted]
+        area = area_under(hit, scores[held & allowed])
+        fitted.append(Fitted(category, int(wanted.sum()), area, threshold, float((hit >= threshold).float().mean())))
+        heads.append((weight, bias))
+    config = HeadConfig(categories, (recipe.where,) * len(categories))
+    plan = HeadPlan(tuple(each.threshold for each in fitted), recipe.action)
+    head = Head(config, plan, torch.stack([w for w, _ in heads]), torch.stack([b for _, b in heads]))
+    head.save(out, engine.folder)
+    return fitted
+
+
+def area_under(hits: Tensor, others: Tensor) -> float:
+    """Return the probability that a score of the one kind is above one of the other, ties counting half."""
+    ordered = others.sort().values
+    below = torch.searchsorted(ordered, hits, right=False) + torch.searchsorted(ordered, hits, right=True)
+    return float(below.double().mean() / 2 / len(others))
+
+
+@torch.inference_mode()
+def read_features(engine: Engine, texts: Sequence[Sequence[int]], at_once: int, report: Report | None) -> Tensor:
+    """Return what a head reads of each text, (n, 2 E); texts of one length are read together, ``at_once`` tokens."""
+    model, found = engine.model, [torch.empty(0)] * len(texts)
+    order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
+    done = 0
+    while done < len(order):
+        length = len(texts[order[done]])
+        same = [place for place in order[done : done + max(1, at_once // length)] if len(texts[place]) == length]
+        step = Step.dense(len(same), length, device=model.device)
+        tokens = torch.tensor([list(texts[place]) for place in same], device=model.device)
+        hidden = model.run(model.embed(tokens.reshape(-1), step), step).view(len(same), length, -1)
+        for place, rows in zip(same, hidden, strict=True):
+            found[place] = features_of(model.norm, rows)
+        if report is not None and (done + len(same)) // 1000 > done // 1000:
+            report.note(f"read {done + len(same):,} of {len(texts):,} rows")
+        done += len(same)
+    return torch.stack(found).cpu()
+
+
+def _labelled(
+    recipe: GuardRecipe, engine: Engine, prompts: Sequence[Prompt]
+) -> tuple[list[list[int]], list[str]]:
+    """Return the rows in tokens, and the category of each."""
+    texts, names = [], []
+    for row in prompts:
+        if len(row.references) > 1:
+            raise ConfigError(f"a row of a guard has one category, found {len(row.references)} references")
+        if recipe.where == "output" and isinstance(row.request, str):
+            tokens = engine.tokenizer.encode(row.request, special=False)
+        else:
+            tokens = engine.tokenizer.encode_prompt(row.request)
+        if 0 < len(tokens) <= recipe.longest:
+            texts.append(list(tokens))
+            names.append(row.references[0] if row.references else OK)
+    order = list(range(len(texts)))
+    random.Random(recipe.seed).shuffle(order)
+    order = order[: recipe.rows]
+    return [texts[place] for place in order], [names[place] for place in order]
+
+
+def _held_back(names: Sequence[str], recipe: GuardRecipe) -> Tensor:
+    """Return which rows are held back: the same share of each category, one at least.
+
+    Raises:
+        ConfigError: a category has one row only.
+    """
+    held, seen = torch.zeros(len(names), dtype=torch.bool), Counter[str]()
+    counts = Counter(names)
+    for place, name in enumerate(names):
+        if counts[name] < 2:
+            raise ConfigError(f"category {name!r} has one row; two are needed, and some dozens to learn anything")
+        seen[name] += 1
+        held[place] = seen[name] <= max(1, round(recipe.held_back * counts[name]))
+    return held
+
+
+def _best(
+    recipe: GuardRecipe, features: Tensor, wanted: Tensor, held: Tensor, report: Report, category: str
+) -> tuple[Tensor, Tensor]:
+    """Return the weights (2 E,) and bias of the penalty whose held-back rows are in the best order."""
+    train = ~held
+    mean, spread = features[train].mean(0), features[train].std(0).clamp_min(1e-6)
+    normal = (features - mean) / spread
+    tried = []
+    for penalty in recipe.penalties:
+        weight, bias = fit(normal[train], wanted[train], penalty)
+        scores = normal @ weight + bias
+        tried.append((area_under(scores[held & wanted], scores[held & ~wanted]), penalty, weight, bias))
+    area, penalty, weight, bias = max(tried, key=lambda each: each[0])
+    report.note(f"{category}: penalty {penalty:g}, area under the curve {area:.3f} on held-back rows")
+    return weight / spread, bias - (weight * mean / spread).sum()
+
+
+def fit(features: Tensor, wanted: Tensor, penalty: float) -> tuple[Tensor, Tensor]:
+    """Fit a logistic regression in which both classes weigh the same, whatever their numbers.
+
+    Args:
+        features: (n, f), of mean 0 and deviation 1.
+        wanted: (n,) whether a row is of the class.
+        penalty: weight of the squared norm, beside the mean loss.
+
+    Returns:
+        Weights (f,) and bias.
+    """
+    target = wanted.double()
+    rare = target.mean()
+    each = torch.where(wanted, 0.5 / rare, 0.5 / (1 - rare))
+    x = features.double()
+    weight = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
+    bias = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.LBFGS([weight, bias], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss() -> Tensor:
+        optimiser.zero_grad()
+        value = F.binary_cross_entropy_with_logits(x @ weight + bias, target, weight=each)
+        value = value + penalty * weight.square().sum() / 2
+        value.backward()
+        return value
+
+    optimiser.step(loss)  # type: ignore[no-untyped-call]
+    return weight.detach().float(), bias.detach().float()
