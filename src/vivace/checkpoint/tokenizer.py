@@ -195,7 +195,7 @@ class TextStream:
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether the last tokens have no text yet: bytes of a character that is not complete, or none at all."""
+        """Return whether the last tokens have no text yet: they are part of a character, or have none at all."""
         return self._done < len(self._ids)
 
     def copy(self) -> TextStream:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 def train(
     recipe: Annotated[
-        str, typer.Argument(help="A recipe file (YAML or JSON), the name of one that ships or of a method, lazy or guard.")
+        str,
+        typer.Argument(help="A recipe file (YAML or JSON), one that ships, a method, lazy or guard."),
     ],
     changes: Annotated[
         list[str] | None, typer.Argument(help="Changes to the recipe, such as loop.minutes=5.", metavar="KEY=VALUE...")
@@ -70,7 +71,9 @@ def train(
         return
     if recipe == GUARD:
         if (memory, reader, minutes) != (None, "auto", None):
-            raise ConfigError("a guard is learnt in memory, as long as it takes; leave out --memory, --reader, --minutes")
+            raise ConfigError(
+                "a guard is learnt in memory and takes what it takes; leave out --memory, --reader, --minutes"
+            )
         load = options.LoadFlags(device=device, dtype=dtype, kernels="torch", ignore_config_key=ignore_config_key)
         place, report = out or _place_of(model, GUARD), _report(tensorboard)
         train_guard(open_engine(model, (), load), changes or [], _rows(data or []), place, report, as_json=as_json)

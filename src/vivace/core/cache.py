@@ -272,7 +272,7 @@ class KVCache:
             count: number of the entries.
             blocks: in which they lie, as ``lend`` gives them.
         """
-        assert not self.lengths[slot] and not self.leads[slot], "a lead stands in front of everything else"
+        assert self.lengths[slot] == self.leads[slot] == 0, "a lead stands in front of everything else"
         self.adopt(slot, 0, count, blocks)
         self.prune(slot, [-count] * len(self.pruned))
         self.leads[slot] = count

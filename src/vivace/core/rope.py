@@ -139,7 +139,7 @@ class Rotary:
         Raises:
             AssertionError: rotations depend on the length of the text.
         """
-        assert self.rope.kind != "dynamic" and self._long is None
+        assert self.rope.kind not in ("dynamic", "longrope")
         angles = torch.arange(-count, 0, dtype=torch.float32, device="cpu")[:, None] * self._frequencies
         cos, sin = self._signed(angles, dtype)
         return cos.to(device), sin.to(device)

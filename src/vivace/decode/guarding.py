@@ -1,9 +1,9 @@
 """The seam of a guard: what judges a text while it is written, and what is held back until it is judged.
 
-A guard belongs to a request (``Request.guard``); a sequence opens its own ``Watch`` from it. The session gives the watch
-every token that is decided, with the residual that the token follows, which is there anyway. What the watch is not
-certain of is withheld: neither token ids nor text nor log-probabilities of it leave the session. Where a verdict blocks,
-the sequence ends before the first token that the verdict is about, and its entries are cut at the same place. So nothing
+A guard belongs to a request (``Request.guard``); a sequence opens its own ``Watch`` from it. The session gives it every
+token that is decided, with the residual that the token follows, which is there anyway. What the watch is not certain of
+is withheld: neither token ids nor text nor log-probabilities of it leave the session. Where a verdict blocks, the
+sequence ends before the first token that the verdict is about, and its entries are cut at the same place. So nothing
 depends on how tokens are divided into drafts, calls or blocks.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -133,7 +133,7 @@ class Withheld:
 
 def _joined(first: Emitted, second: Emitted) -> Emitted:
     """Return two events of one text as one, with what the second says besides tokens."""
-    parts = {}
+    parts: dict[str, Any] = {}
     for name in _PARALLEL:
         one, other = getattr(first, name), getattr(second, name)
         parts[name] = None if other is None else (*(one or ()), *other)
@@ -142,7 +142,7 @@ def _joined(first: Emitted, second: Emitted) -> Emitted:
 
 def _part(event: Emitted, start: int, stop: int) -> Emitted:
     """Return an event with some of its tokens and their data."""
-    values = {name: getattr(event, name) for name in _PARALLEL}
+    values: dict[str, Any] = {name: getattr(event, name) for name in _PARALLEL}
     return replace(event, **{name: value and value[start:stop] for name, value in values.items()})
 
 

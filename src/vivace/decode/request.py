@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from vivace.decode.guarding import Guarding, Verdict
 from vivace.decode.prefill import FULL, Prefill
 from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NoTokenError, VivaceError
+
+if TYPE_CHECKING:
+    from vivace.core.cache import KVCache
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A logits processor as in transformers: token ids (1, S) and logits (1, V) -> logits (1, V)."""
@@ -69,6 +72,27 @@ class StopRule:
         return any(text in tail for text in self.stop_strings)
 
 
+class Lead(Protocol):
+    """Entries in front of a text that belong to no token: a soft prompt."""
+
+    name: str
+    """What it is called in statistics."""
+
+    @property
+    def count(self) -> int:
+        """Return how many entries it has."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Return what its entries are known by, which tells entries of texts behind them from others."""
+        ...
+
+    def attach(self, slot: int, cache: KVCache) -> None:
+        """Let an empty slot begin with its entries."""
+        ...
+
+
 @dataclass(frozen=True)
 class Request:
     """One sequence to decode: its prompt, its limits, how it is drafted, sampled and stopped."""
@@ -107,6 +131,8 @@ class Request:
     """Token that a text of ``max_new_tokens`` has to end with, if nothing else has ended it."""
     guard: Guarding | None = field(default=None, compare=False)
     """Judges the text while it is written; nothing of it is shown before."""
+    lead: Lead | None = field(default=None, compare=False)
+    """Entries that stand in front of the text and belong to no token; None for none."""
     refused: Verdict | None = None
     """A guard's verdict on the prompt, known before it is read; if there is one, it is not read."""
     prefix: Prefix | None = None
@@ -121,7 +147,13 @@ class Request:
     @property
     def num_entries(self) -> int:
         """Return the largest number of entries that prompt and new tokens take in a slot: beams have their own each."""
-        return len(self.tokens) + self.max_new_tokens * (1 if self.beams is None else self.beams.num_beams)
+        count = len(self.tokens) + self.max_new_tokens * (1 if self.beams is None else self.beams.num_beams)
+        return count + self.num_leading
+
+    @property
+    def num_leading(self) -> int:
+        """Return the number of entries in front of the text."""
+        return 0 if self.lead is None else self.lead.count
 
     @property
     def takes_argmax(self) -> bool:
@@ -158,11 +190,12 @@ class Request:
         Raises:
             CapacityError: prompt and new tokens together are longer than the context.
         """
-        needed = len(self.tokens) + self.max_new_tokens
+        needed = len(self.tokens) + self.max_new_tokens + self.num_leading
         if needed > capacity:
+            behind = f" behind a soft prompt of {self.num_leading}" if self.num_leading else ""
             raise CapacityError(
-                f"the prompt has {len(self.tokens)} tokens and max_new_tokens is {self.max_new_tokens}, together "
-                f"{needed}; the context holds {capacity}; shorten one of them"
+                f"the prompt has {len(self.tokens)} tokens{behind} and max_new_tokens is {self.max_new_tokens}, "
+                f"together {needed}; the context holds {capacity}; shorten one of them"
             )
 
     def check_entries(self, capacity: int) -> None:

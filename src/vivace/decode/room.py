@@ -14,7 +14,7 @@ from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.decode.isolation import blaming
 from vivace.decode.memory import DRAFT_SLACK, MemoryBudget, text_bytes
-from vivace.decode.request import Request
+from vivace.decode.request import Emitted, Request
 from vivace.decode.sequence import Sequence
 from vivace.decode.stats import DecodeStats
 from vivace.errors import UnsupportedError
@@ -34,6 +34,16 @@ class Waiting(NamedTuple):
         return len(self.request.tokens if self.paused is None else self.paused.tokens)
 
     @property
+    def refusal(self) -> Emitted:
+        """Return the only event of a request whose prompt a guard has refused."""
+        verdict, stats = self.request.refused, self.stats
+        assert verdict is not None
+        if verdict.category is not None:
+            stats.guard = {verdict.category: verdict.score}
+        logprobs = () if self.request.logprobs else None
+        return Emitted(self.id, (), logprobs, "content_filter", stats)
+
+    @property
     def stats(self) -> DecodeStats:
         """Return its counters, or those to begin with."""
         if self.paused is not None:
@@ -44,6 +54,7 @@ class Waiting(NamedTuple):
             num_prompt_tokens=len(request.tokens if request.source is None else request.source),
             prefill=request.prefill.name,
             prefill_reason=request.prefill_reason,
+            prompt_pool=None if request.lead is None else request.lead.name,
         )
 
 

@@ -125,6 +125,20 @@ class Sequence:
         stats.decode_s = now - self.first_at
         return kept, reason
 
+    def judged(self, event: Emitted, hidden: Tensor) -> Emitted:
+        """Have its guard judge a block; return what may be shown now. Where the text ends there, it is cut.
+
+        Args:
+            event: the block as it would be without a guard.
+            hidden: (n, E) residuals that its tokens follow.
+        """
+        assert self.guarded is not None
+        event = self.guarded.judged(event, hidden)
+        if event.finish_reason == "content_filter":
+            del self.tokens[len(self.request.tokens) + self.guarded.num_shown :]
+            self.stats.num_tokens = self.num_new
+        return event
+
     def _finished(self) -> FinishReason | None:
         if self.request.stop.stops_at(self.new_tokens):
             return "stop"

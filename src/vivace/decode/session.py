@@ -306,11 +306,17 @@ class Session:
         return Emitted(sequence.id, (), None, "error", sequence.stats, error=error)
 
     def _fill_slots(self) -> list[Emitted]:
-        """Give free slots and memory to waiting requests; return the last events of those that cannot begin."""
+        """Give free slots and memory to waiting requests; return the last events of those that cannot begin, or may
+        not.
+        """
         failed: list[Emitted] = []
         while self._free and self._waiting:
             waiting, slot = self._waiting[0], self._free[-1]
             stats = waiting.stats
+            if waiting.request.refused is not None:
+                self._waiting.popleft()
+                failed.append(waiting.refusal)
+                continue
             try:
                 with blaming(slot, "its drafter, which could not begin"):
                     if self._live and not self.room.has_for([waiting], self._live.values()):
@@ -338,6 +344,8 @@ class Session:
         request = waiting.request
         drafting, prefilling = self.drafting(request.drafter), self._prompts.state_of(request.prefill)
         self.cache.adapters.give(slot, request.adapter)
+        if request.lead is not None:
+            request.lead.attach(slot, self.cache)
         if waiting.paused is not None:
             sequence = waiting.paused
             sequence.slot, sequence.drafting, sequence.prefilling = slot, drafting, prefilling
@@ -385,7 +393,7 @@ class Session:
             if sequence.keeps_answer:
                 sequence.shown.append(passed.hidden[list(path)])
         count_exits(passed, verdict, sequences, self.model.config.num_layers)
-        emitted = self._emit_all(draft, logprobs, sequences, blocks)
+        emitted = self._emit_all(draft, logprobs, passed.hidden, sequences, blocks)
         elapsed = time.perf_counter() - started
         for sequence in sequences:
             sequence.num_passes += 1
@@ -413,39 +421,49 @@ class Session:
         return emitted
 
     def _emit_all(
-        self, draft: Draft, logprobs: Tensor | None, sequences: list[Sequence], blocks: list[list[Block]]
+        self,
+        draft: Draft,
+        logprobs: Tensor | None,
+        hidden: Tensor,
+        sequences: list[Sequence],
+        blocks: list[list[Block]],
     ) -> list[Emitted]:
-        """Emit the tokens of a pass, each text cut at its first stop. From here on a failure concerns one
-        request only.
+        """Emit the tokens of a pass, whose rows have the residuals ``hidden``, each text cut at its first stop. From
+        here on a failure concerns one request only.
         """
         children = children_of(draft) if any(s.request.shows_guesses for s in sequences) else []
         emitted: list[Emitted] = []
         for sequence, own in zip(sequences, blocks, strict=True):
             try:
-                with blaming(sequence.slot, "its stop rule"):
+                with blaming(sequence.slot, "its stop rule or its guard"):
                     for block in own:
                         if logprobs is not None and sequence.request.logprobs:
                             block.take_logprobs(logprobs[block.rows], sequence.request.num_top_logprobs)
                         if sequence.request.shows_guesses:
                             block.take_guesses(draft, children)
-                    emitted += self._emit(sequence, own)
+                    emitted += self._emit(sequence, own, hidden)
             except RequestFailed as failure:
                 emitted.append(self._fail(sequence, failure.error))
         return emitted
 
-    def _emit(self, sequence: Sequence, blocks: list[Block]) -> list[Emitted]:
+    def _emit(self, sequence: Sequence, blocks: list[Block], hidden: Tensor) -> list[Emitted]:
         """Emit the blocks of one sequence up to the end of its text, and free its slot there."""
         emitted: list[Emitted] = []
         for block in blocks:
             kept, reason = sequence.take(block)
+            event = block.emitted(kept, sequence, reason)
+            if sequence.guarded is not None:
+                event = sequence.judged(event, hidden[block.rows[:kept]])
+                reason = event.finish_reason
             if reason is not None:
-                if kept < len(block.tokens) or block is not blocks[-1]:  # drop what lies beyond the end of the text
+                if self.cache.lengths[sequence.slot] >= len(sequence.tokens):  # drop what is beyond the end
                     for state in self._states([sequence]):
                         state.truncate([sequence.slot], [len(sequence.tokens) - 1])
                 if sequence.keeps_answer:
                     self._prompts.keep(sequence, self.cache.lengths[sequence.slot])
                 self._release(sequence)
-            emitted.append(block.emitted(kept, sequence, reason))
+            if event.tokens or reason is not None:  # a guard may hold back all
+                emitted.append(event)
             if reason is not None:
                 break
         return emitted

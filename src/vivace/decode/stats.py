@@ -19,6 +19,8 @@ class DecodeStats:
     """How the prompt was read."""
     prefill_reason: str | None = None
     """Why it was read in full although something else was asked for."""
+    prompt_pool: str | None = None
+    """The soft prompt that stands in front of the text; None for none."""
     num_prompt_layer_passes: int = 0
     """Sum over layers of the rows that passed them while the prompt was read."""
     prompt_kept: list[list[int]] = field(default_factory=list)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from vivace.adapters.guard.guard import Guard, guarded
+from vivace.adapters.guard.untrusted import with_material
 from vivace.adapters.registry import Registry
 from vivace.answer import Answer, Chunk, Result
 from vivace.checkpoint.codes import note_on
@@ -75,6 +77,8 @@ class Engine:
         """Entries of prompts that were read, shared by all calls."""
         self.prompt_cache: PromptCache | None = None
         """The same on disk, shared with later processes."""
+        self.guard: Guard | None = None
+        """What judges prompts and answers; None for nothing."""
         self.world: World | None = None
         """The ranks that compute this model together; None for a model on one machine."""
         self.ignored_config_keys: tuple[str, ...] = ()
@@ -219,6 +223,8 @@ class Engine:
             CapacityError: prompt and answer do not fit the model's context.
             UnsupportedError: the prompt is a text or messages, and the checkpoint has no tokenizer.
         """
+        if prompt and not isinstance(prompt, str) and isinstance(prompt[0], Mapping):
+            prompt = with_material(cast("Sequence[Mapping[str, str]]", prompt), self.tokenizer)
         return self.request_for(self.tokenizer.encode_prompt(prompt, raw=options.raw) if prompt else (), options)
 
     def request_for(self, prompt_tokens: Sequence[int], options: Options) -> Request:
@@ -273,6 +279,8 @@ class Engine:
             adapter=None if options.adapter is None else self.adapters.source(options.one_adapter),
             prefix=self.prefix(self.prefix_cache),
         )
+        if self.guard is not None:
+            request = guarded(request, self.guard)
         request.check_fits(context)
         request.check_rotation(self.model.config)
         request.check_source(self.model.config)

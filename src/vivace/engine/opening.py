@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vivace.adapters.guard.guard import load_guard
 from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import choose_device, load_decoder, read_config
@@ -56,6 +57,7 @@ def load(
     reader: str = "auto",
     screened_head: bool | None = None,
     ignore_config_keys: Sequence[str] = (),
+    guard: str | Path | None = None,
     parallel: str | SharedLoading | None = None,
     wire: str | None = None,
     link_interface: str | None = None,
@@ -93,6 +95,8 @@ def load(
             reading half of its bytes. None does so for large heads on native kernels, unless ``memory`` is limited.
         ignore_config_keys: keys of ``config.json`` that are unknown and that you take to change nothing, also of the
             draft model's where it has them. ``Engine.notes`` says that they were ignored.
+        guard: what judges prompts and answers: a file of rules (JSON), or a folder of ``vivace train guard``. An answer
+            ends with the reason "content_filter" before what may not be shown.
         parallel: under torchrun, how its processes share the work: "tensor" (each computes a part of every layer) or
             "runahead" (each reads a piece of every prompt, and rank 0 decodes). Only on rank 0 this function returns;
             the others follow it, and their processes end with it.
@@ -184,6 +188,7 @@ def load(
     engine.adapters.limit(None if adapter_memory is None else parse_bytes(adapter_memory))
     for name, lora in loras.items():
         engine.adapters.add(name, lora)
+    engine.guard = None if guard is None else load_guard(guard, folder, model, tokenizer)
     engine.prefix_cache = None if prefix_cache is None else engine.new_prefix_cache(parse_bytes(prefix_cache))
     if prompt_cache is not None:
         engine.open_prompt_cache(prompt_cache, is_read_only=prompt_cache_ro, max_bytes=prompt_cache_bytes)

@@ -1,8 +1,8 @@
 """``vivace train guard``: a head that tells prompts or answers of some categories from all others, learnt in minutes.
 
 Rows are prompts whose reference is the category, or ``ok`` (or none) for what is allowed. The model reads each of them
-once. A logistic regression on what it computes is then fitted exactly (L-BFGS), its strength of regularisation chosen on
-held-back rows, and the threshold is set where the wanted share of allowed held-back rows is refused.
+once. A logistic regression on what it computes is then fitted exactly (L-BFGS), its strength of regularisation chosen
+on held-back rows, and the threshold is set where the wanted share of allowed held-back rows is refused.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from vivace.adapters.guard.head import Head, HeadConfig, HeadPlan
 from vivace.adapters.guard.watch import features_of
+from vivace.core.step import Step
 from vivace.decode.guarding import Action
 from vivace.engine import Engine
 from vivace.errors import ConfigError, UnsupportedError
-from vivace.core.step import Step
 from vivace.prompts import Prompt
 from vivace.train.report import Report
 
@@ -140,9 +140,7 @@ def read_features(engine: Engine, texts: Sequence[Sequence[int]], at_once: int, 
     return torch.stack(found).cpu()
 
 
-def _labelled(
-    recipe: GuardRecipe, engine: Engine, prompts: Sequence[Prompt]
-) -> tuple[list[list[int]], list[str]]:
+def _labelled(recipe: GuardRecipe, engine: Engine, prompts: Sequence[Prompt]) -> tuple[list[list[int]], list[str]]:
     """Return the rows in tokens, and the category of each."""
     texts, names = [], []
     for row in prompts:
@@ -220,5 +218,5 @@ def fit(features: Tensor, wanted: Tensor, penalty: float) -> tuple[Tensor, Tenso
         value.backward()
         return value
 
-    optimiser.step(loss)  # type: ignore[no-untyped-call]
+    optimiser.step(loss)
     return weight.detach().float(), bias.detach().float()

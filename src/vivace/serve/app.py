@@ -321,7 +321,9 @@ def build(server: Server) -> FastAPI:
     _generation_routes(app, server)
     _other_routes(app, server)
     _adapter_routes(app, server)
-    describe(app, (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, ModerationBody, LoadLoraBody, UnloadLoraBody))
+    describe(
+        app, (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, ModerationBody, LoadLoraBody, UnloadLoraBody)
+    )
     return app
 
 

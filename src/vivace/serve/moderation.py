@@ -1,7 +1,7 @@
 """``/v1/moderations``: what the server's guard says about texts, in OpenAI's format.
 
-Rules read the text. Where the guard has a head, the text is read as a prompt in the batch of all other requests, for one
-token that nobody sees: the head then judges the residuals that this leaves.
+Rules read the text. Where the guard has a head, the text is read as a prompt in the batch of all other requests, for
+one token that nobody sees: the head then judges the residuals that this leaves.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -18,7 +18,8 @@ from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.configuration import build
 from vivace.core.model import Decoder
 from vivace.decode.guarding import ALLOWED, Guarding, Verdict
-from vivace.errors import ConfigError, NotFoundError
+from vivace.decode.request import Request
+from vivace.errors import ConfigError, NotFoundError, UnsupportedError
 
 RULES = "rules.json"
 """Name of the file of rules inside the folder of a guard."""
@@ -109,6 +110,19 @@ class GuardedPrompt:
         return watch
 
 
+def guarded(request: Request, guard: Guard) -> Request:
+    """Return a request that a guard judges.
+
+    Raises:
+        UnsupportedError: it writes several texts at once, of which none is followed.
+        UsageError: a rule takes too long on its prompt.
+    """
+    if request.beams is not None:
+        raise UnsupportedError("a guard follows one text, and beams write several; leave out num_beams, or the guard")
+    beside, refused = guard.for_prompt(request.tokens)
+    return replace(request, guard=beside, refused=refused)
+
+
 def load_guard(path: str | Path, base: Path, model: Decoder, tokenizer: Tokenizer) -> Guard:
     """Read a guard for a model.
 
@@ -157,5 +171,3 @@ def read_rules(path: Path) -> Rules:
         except ConfigError as error:
             raise ConfigError(f"{path}, rule {number}: {error}") from error
     return Rules(tuple(rules))
-
-

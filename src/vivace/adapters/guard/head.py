@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.adapters import base_hash, load_adapter, save_adapter
-from vivace.decode.guarding import ALLOWED, Action, Verdict
 from vivace.configuration import build
+from vivace.decode.guarding import ALLOWED, Action, Verdict
 from vivace.errors import ConfigError, CorruptError, MismatchError
 
 KIND = "guard"

@@ -5,8 +5,8 @@ something may still become it: those characters are held back. A find that reach
 grow or turn out to be another word, and is held back as well, until something follows it or the text ends. A rule's
 verdict is then the same, however the text was divided.
 
-Patterns run in the package ``regex``, which knows partial matches and gives up after a time: ``(a+)+$`` is then an error
-of one request and hangs nothing.
+Patterns run in the package ``regex``, which knows partial matches and gives up after a time: a pattern that explodes is
+an error of one request and hangs nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-import regex
+import regex  # type: ignore[import-untyped]
 
 from vivace.adapters.guard.numbers import is_card, is_iban
 from vivace.decode.guarding import Action
-from vivace.errors import CapacityError, ConfigError, nearest
+from vivace.errors import ConfigError, UnsupportedError
 
 SEARCH_S = 0.1
 """Seconds after which a single search is given up."""
@@ -68,14 +68,6 @@ class Rule:
     def __post_init__(self) -> None:
         if not self.category or len(self.category) > 100 or not self.category.isprintable():
             raise ConfigError(f"a rule's category is a name of 1 to 100 characters, found {self.category[:100]!r}")
-        for name, allowed in (
-            ("kind", ("email", "card", "iban", "pattern", "words")),
-            ("where", ("input", "output", "both")),
-            ("action", ("block", "flag")),
-        ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(f"rule {self.category!r}: {name} is {value!r}{nearest(str(value), allowed)}")
         given = {"pattern": self.pattern is not None, "words": bool(self.words)}
         for name, is_given in given.items():
             if is_given != (self.kind == name):
@@ -136,7 +128,7 @@ class Search:
             is_whole: whether nothing follows.
 
         Raises:
-            CapacityError: it takes too long.
+            UnsupportedError: it takes too long.
         """
         while True:
             match = self._search(text, is_whole)
@@ -156,7 +148,7 @@ class Search:
                 raise TimeoutError
             return self.rule.compiled.search(text, self.start, partial=not is_whole, timeout=SEARCH_S)
         except TimeoutError as error:
-            raise CapacityError(
+            raise UnsupportedError(
                 f"the guard's rule {self.rule.category!r} takes too long on this text; write its pattern without "
                 "nested repetitions"
             ) from error

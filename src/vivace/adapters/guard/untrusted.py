@@ -51,8 +51,10 @@ def with_material(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer) -
 
 
 def special_spellings(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return how the tokenizer's special tokens are spelt, the longest first."""
-    return tuple(sorted(filter(None, set(tokenizer.inner.all_special_tokens)), key=len, reverse=True))
+    """Return how the tokenizer's special and added tokens are spelt, the longest first."""
+    added = getattr(tokenizer.inner, "added_tokens_decoder", {}).values()
+    found = {*tokenizer.inner.all_special_tokens, *(str(token.content) for token in added)}
+    return tuple(sorted((spelt for spelt in found if spelt.strip()), key=lambda spelt: (-len(spelt), spelt)))
 
 
 def without_marks(text: str, spellings: Sequence[str]) -> str:

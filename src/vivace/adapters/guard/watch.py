@@ -25,7 +25,13 @@ class TextWatch:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, searches: Sequence[Search], head: Head | None, norm: Norm, *, notes_all: bool = False
+        self,
+        tokenizer: Tokenizer,
+        searches: Sequence[Search],
+        head: Head | None,
+        norm: Norm,
+        *,
+        notes_all: bool = False,
     ) -> None:
         """Begin without a token.
 
