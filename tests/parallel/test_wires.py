@@ -13,8 +13,15 @@ import vivace.parallel.world as worlds
 from tests.parallel.ranks import run_ranks
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.errors import ConfigError
-from vivace.parallel.collective import WIRES, LinkedSum, find_wire, summed_as_sent
+from vivace.parallel.collective import (
+    WIRES,
+    LinkedSum,
+    find_wire,
+    summed_as_sent,
+    summed_in_two_shots,
+)
 
+POINT = (0, "down")
 KINDS = (torch.float32, torch.bfloat16)
 
 
@@ -48,23 +55,24 @@ def test_ranks_get_what_one_process_computes(wire: str, count: int) -> None:
     for kind in KINDS:
         for size in (1, 5, 700):
             parts = [rows_of(rank, size, kind) for rank in range(count)]
-            once = summed_as_sent(parts, WIRES[wire])
+            once = summed_as_sent(parts, WIRES[wire], POINT)
             if count == 2 or size < 700 or wire == "same":  # a lossy wire rounds sums in two shots a second time
                 assert torch.equal(answers[0][place], once)
             else:
+                assert torch.equal(answers[0][place], summed_in_two_shots(parts, WIRES[wire], POINT))
                 torch.testing.assert_close(answers[0][place], once, rtol=0.05, atol=float(once.abs().max()) * 0.02)
-            assert torch.equal(answers[0][place + 1], summed_as_sent(parts, WIRES["same"]))
+            assert torch.equal(answers[0][place + 1], summed_as_sent(parts, WIRES["same"], POINT))
             place += 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_eight_bits_are_within_half_a_step_and_stay_what_they_are(kind: torch.dtype) -> None:
     wire, rows = WIRES["int8"], rows_of(0, 40, kind)
-    codes, scale = wire.encode(rows)
-    decoded = wire.decode((codes, scale))
+    codes, scale = wire.encode(rows, POINT, 0)
+    decoded = wire.decode((codes, scale), POINT)
     assert codes.nbytes + scale.nbytes == 40 * (48 + 4)
     assert bool(((decoded - rows.float()).abs() <= scale / 2 * 1.001).all())
-    assert torch.equal(wire.decode(wire.encode(decoded)), decoded)
+    assert torch.equal(wire.decode(wire.encode(decoded, POINT, 0), POINT), decoded)
     assert not decoded[20].any()
 
 

@@ -103,7 +103,7 @@ def train(
         assert isinstance(found, FrozenRecipe)
         if out is None and found.kind == "lora":
             raise ConfigError("say where the LoRA goes: --out DIR; the name of the folder is what requests call it")
-        out = out or _place_of(model, found.kind)
+        out = out or _place_of(model, found.folder)
         prompts = _rows(data or [])
         load = options.LoadFlags(device=device, dtype=dtype, kernels="torch", ignore_config_key=ignore_config_key)
         engine = open_engine(model, (), load, options.StoreFlags(memory, reader))

@@ -29,6 +29,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     "pool.cpp": (),
     "checksum.cpp": (),
     "reader.cpp": (),
+    "wire.cpp": (),
     "mixture.cpp": (),
     "mixture_float32.cpp": (),
     "body_avx2.cpp": (*AVX2, F16C),

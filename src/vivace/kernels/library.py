@@ -242,6 +242,26 @@ class CRouters(Structure):
     ]
 
 
+class CWireCode(Structure):
+    """Mirrors ``WireCode``: how the rows of one sum over ranks travel in four bits."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("keep", "rest", "scales", "inverses", "weights", "factors", "inverse_factors")),
+        *((name, c_int64) for name in ("width", "num_keep", "num_rest", "row_bytes")),
+    ]
+
+
+class CWireRows(Structure):
+    """Mirrors ``WireRows``: rows that are encoded, or added."""
+
+    _fields_ = [
+        ("code", POINTER(CWireCode)),
+        ("x", c_void_p),
+        ("payload", c_void_p),
+        *((name, c_int64) for name in ("count", "is_float", "source")),
+    ]
+
+
 class CExtent(Structure):
     """Mirrors ``Extent``: a part of a file and its place in memory."""
 
@@ -274,6 +294,8 @@ SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_choose": (c_int64, c_int64, POINTER(CChoice)),
     "vivace_mix": (POINTER(CMix),),
     "vivace_foresee": (POINTER(CRouters),),
+    "vivace_wire_encode": (POINTER(CWireRows), c_void_p),
+    "vivace_wire_add": (POINTER(CWireRows), POINTER(c_void_p), c_int64, c_void_p),
     "vivace_reader_close": (c_void_p,),
     "vivace_reader_reschedule": (c_void_p, c_int64, c_int64),
     "vivace_reader_wait": (c_void_p, c_int64, POINTER(CEnded)),

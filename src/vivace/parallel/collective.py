@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vivace.core.summed import Point
 from vivace.errors import ConfigError, nearest
+from vivace.parallel.lowbit import FORMS
 from vivace.parallel.world import World
 
 TWO_SHOT_BYTES = 32 << 10
@@ -29,25 +30,38 @@ EXACT_POINTS = {"q_norm", "k_norm"}
 
 
 class Wire(Protocol):
-    """A form in which rows travel."""
+    """A form in which rows travel. ``point`` is the sum, ``source`` the rank whose rows they are; None is the sum."""
 
-    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return what is sent for rows (T, n); shapes and dtypes depend on those of ``x`` alone."""
+    most_in_one_shot: int
+    """With more ranks than these, many rows are added in two shots."""
+
+    def encode(self, x: Tensor, point: Point, source: int | None) -> tuple[Tensor, ...]:
+        """Return what is sent for rows (T, n); shapes and dtypes depend on those of ``x`` and on ``point`` alone."""
         ...
 
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return rows (T, n) in float32 from what was sent."""
+    def added(self, parts: Sequence[Sequence[Tensor]], point: Point, dtype: torch.dtype) -> Tensor:
+        """Return the sum (T, n) of what all ranks have sent, in the order of ranks in float32, rounded once."""
+        ...
+
+    def decode(self, parts: Sequence[Tensor], point: Point) -> Tensor:
+        """Return sums (T, n) in float32 from what the rank sent that has computed them."""
         ...
 
 
 class SameWire:
     """Implements ``Wire``: rows travel as they are."""
 
-    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+    most_in_one_shot = 2
+
+    def encode(self, x: Tensor, point: Point, source: int | None) -> tuple[Tensor, ...]:
         """Return the rows."""
         return (x.contiguous(),)
 
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+    def added(self, parts: Sequence[Sequence[Tensor]], point: Point, dtype: torch.dtype) -> Tensor:
+        """Return the sum of all rows."""
+        return added([self.decode(part, point) for part in parts], dtype)
+
+    def decode(self, parts: Sequence[Tensor], point: Point) -> Tensor:
         """Return the rows in float32."""
         return parts[0].float()
 
@@ -55,22 +69,22 @@ class SameWire:
 class HalfWire(SameWire):
     """Implements ``Wire``: rows travel in bfloat16, which rounds those of a float32 model."""
 
-    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, point: Point, source: int | None) -> tuple[Tensor, ...]:
         """Return the rows in bfloat16."""
         return (x.bfloat16().contiguous(),)
 
 
-class ByteWire:
+class ByteWire(SameWire):
     """Implements ``Wire``: a number takes eight bits, and each row has a scale in float32, its largest number / 127."""
 
-    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+    def encode(self, x: Tensor, point: Point, source: int | None) -> tuple[Tensor, ...]:
         """Return codes (T, n) and scales (T, 1)."""
         wide = x.float()
         scale = wide.abs().amax(-1, keepdim=True) / 127
         codes = (wide / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-127, 127)
         return codes.to(torch.int8), scale
 
-    def decode(self, parts: Sequence[Tensor]) -> Tensor:
+    def decode(self, parts: Sequence[Tensor], point: Point) -> Tensor:
         """Return codes times scales."""
         codes, scale = parts
         return codes.float() * scale
@@ -87,8 +101,14 @@ def find_wire(name: str) -> Wire:
         ConfigError: there is none; the message names the nearest.
     """
     if name not in WIRES:
-        raise ConfigError(f"wire is {name!r}{nearest(name, WIRES)}")
+        raise ConfigError(f"wire is {name!r}{nearest(name, [*WIRES, *FORMS])}")
     return WIRES[name]
+
+
+def form_of(name: str) -> tuple[str, str | None] | None:
+    """Return the calibrated form that a user wrote and the folder behind it ("lowbit=DIR"); None for other forms."""
+    form, _, folder = name.partition("=")
+    return (form, folder or None) if form in FORMS else None
 
 
 class LinkedSum:
@@ -97,23 +117,22 @@ class LinkedSum:
     def __init__(self, world: World, wire: Wire = WIRES["same"]) -> None:
         """Sum among the ranks of a world, over a wire; all of them make the same calls in the same order."""
         self._world = world
-        self._wire = wire
+        self.wire = wire
+        """The form in which numbers travel."""
         self._count = 0
 
     def all_reduce(self, x: Tensor, *, point: Point) -> Tensor:
         """Return the sum of all ranks' ``x`` (T, n), which have the same shape, in the dtype of ``x``."""
         site = point[1]
-        wire = WIRES["same"] if site in EXACT_POINTS else self._wire
+        wire = WIRES["same"] if site in EXACT_POINTS else self.wire
         world, others = self._world, self._world.others
-        if world.size == 2 or x.nbytes <= TWO_SHOT_BYTES or len(x) < world.size:
-            own = wire.encode(x)
-            return added(
-                [wire.decode(parts) for parts in self._exchanged(own, dict.fromkeys(others, own), site)], x.dtype
-            )
-        rows = [wire.encode(part) for part in x.tensor_split(world.size)]
+        if world.size <= wire.most_in_one_shot or x.nbytes <= TWO_SHOT_BYTES or len(x) < world.size:
+            own = wire.encode(x, point, world.rank)
+            return wire.added(self._exchanged(own, dict.fromkeys(others, own), site), point, x.dtype)
+        rows = [wire.encode(part, point, world.rank) for part in x.tensor_split(world.size)]
         parts = self._exchanged(rows[world.rank], {rank: rows[rank] for rank in others}, site)
-        total = wire.encode(added([wire.decode(part) for part in parts], x.dtype))
-        return self._shared_out(total, [len(part[0]) for part in rows], wire, site).to(x.dtype)
+        total = wire.encode(wire.added(parts, point, x.dtype), point, None)
+        return self._shared_out(total, [len(part[0]) for part in rows], wire, point).to(x.dtype)
 
     def _exchanged(
         self, own: tuple[Tensor, ...], sent: dict[int, tuple[Tensor, ...]], purpose: str
@@ -129,17 +148,17 @@ class LinkedSum:
                 world.links.receive(rank, tag, *found[-1])
         return found
 
-    def _shared_out(self, own: tuple[Tensor, ...], counts: Sequence[int], wire: Wire, purpose: str) -> Tensor:
+    def _shared_out(self, own: tuple[Tensor, ...], counts: Sequence[int], wire: Wire, point: Point) -> Tensor:
         """Send the sums of this rank's rows to all others; return all sums in float32, in the order of rows."""
         world, tag = self._world, self._next()
         for rank in world.others:
-            world.links.send(rank, tag, *own, purpose=purpose)
+            world.links.send(rank, tag, *own, purpose=point[1])
         sums = []
         for rank, count in enumerate(counts):
             parts = own if rank == world.rank else tuple(part.new_empty(count, *part.shape[1:]) for part in own)
             if rank != world.rank:
                 world.links.receive(rank, tag, *parts)
-            sums.append(wire.decode(parts))
+            sums.append(wire.decode(parts, point))
         return torch.cat(sums)
 
     def _next(self) -> int:
@@ -156,6 +175,14 @@ def added(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-def summed_as_sent(parts: Sequence[Tensor], wire: Wire) -> Tensor:
+def summed_as_sent(parts: Sequence[Tensor], wire: Wire, point: Point) -> Tensor:
     """Return the sum of all ranks' tensors as ranks get it in one shot, computed in one process."""
-    return added([wire.decode(wire.encode(part)) for part in parts], parts[0].dtype)
+    sent = [wire.encode(part, point, rank) for rank, part in enumerate(parts)]
+    return wire.added(sent, point, parts[0].dtype)
+
+
+def summed_in_two_shots(parts: Sequence[Tensor], wire: Wire, point: Point) -> Tensor:
+    """Return the same as ranks get it in two shots."""
+    slices = zip(*(part.tensor_split(len(parts)) for part in parts), strict=True)
+    sums = [wire.encode(summed_as_sent(each, wire, point), point, None) for each in slices]
+    return torch.cat([wire.decode(each, point) for each in sums]).to(parts[0].dtype)

@@ -19,9 +19,10 @@ from vivace.core.cpu.backend import CpuBackend
 from vivace.core.model import Decoder
 from vivace.decode.prefill import FULL, Prefill
 from vivace.errors import ConfigError, UnsupportedError, WorldError, nearest
-from vivace.parallel.collective import LinkedSum, find_wire
+from vivace.parallel.collective import LinkedSum, Wire, find_wire, form_of
 from vivace.parallel.following import Follower
 from vivace.parallel.leading import Leader, LedBackend
+from vivace.parallel.lowbit import KIND, Calibration, LowBitWire
 from vivace.parallel.runahead import RunaheadFollower, RunaheadPrefill
 from vivace.parallel.shares import shares_of
 from vivace.parallel.tensor import ShareParts, shard_of
@@ -65,7 +66,8 @@ class SharedLoading:
             if settings.get(name) is not None:
                 raise UnsupportedError(f"{name} is not supported on several ranks; leave out {name} or parallel")
         wire = settings.get("wire")
-        find_wire("same" if wire is None else str(wire))
+        if wire is not None and form_of(str(wire)) is None:
+            find_wire(str(wire))
         if wire is not None and mode != "tensor":
             raise ConfigError(f"wire has no effect on parallel {mode}, which sends keys and values as they are")
         if settings.get("device", "auto") not in ("auto", "cpu"):
@@ -105,14 +107,15 @@ class SharedLoading:
             UnsupportedError: such a model is not shared.
         """
         if self.mode == "tensor":
-            decoder = self._load_share(folder, dtype, device, backend, ignored)
+            decoder = load_share(self.world, self.wire, folder, dtype, device, backend, ignored)
         else:
             decoder = load_decoder(folder, dtype, device, backend=backend, ignored=ignored)
         decoder.store_entries(kv)
         self.world.compare(
             {
                 "mode": self.mode,
-                "wire": self.wire,
+                "wire": self.wire.partition("=")[0],
+                "calibration": getattr(self.world.wire, "fingerprint", None),
                 "vivace": getattr(sys.modules.get("vivace"), "__version__", None),
                 "checkpoint": base_hash(folder)[:16],
                 "kernels": kernels,
@@ -130,37 +133,6 @@ class SharedLoading:
             self.prefill.measure(decoder)
         return decoder
 
-    def _load_share(
-        self,
-        folder: Path,
-        dtype: str,
-        device: str,
-        backend: Callable[[torch.dtype], Backend | None],
-        ignored: Sequence[str],
-    ) -> Decoder:
-        """Load this rank's share of every layer."""
-        config = load_config(folder, ignored)
-        check_model(config)
-        share = shares_of(config, self.world.size)[self.world.rank]
-        leader = Leader(self.world) if self.world.leads else None
-        parts = ShareParts(
-            config,
-            share,
-            LinkedSum(self.world, find_wire(self.wire)),
-            () if leader is None else (leader,),
-            has_ends=self.world.leads,
-        )
-
-        def made(kind: torch.dtype) -> Backend | None:
-            inner = backend(kind)
-            if isinstance(inner, CpuBackend):
-                inner.joins_layers = False
-            return inner if leader is None else LedBackend(TorchBackend() if inner is None else inner, leader)
-
-        shard = shard_of(config, share, has_ends=self.world.leads)
-        decoder = load_decoder(folder, dtype, device, parts=parts, backend=made, ignored=ignored, shard=shard)
-        return decoder
-
     def _follow(self, decoder: Decoder) -> NoReturn:
         """Repeat what rank 0 does until it has ended, and end the process."""
         follower = Follower(self.world, decoder) if self.mode == "tensor" else RunaheadFollower(self.world, decoder)
@@ -170,6 +142,55 @@ class SharedLoading:
             sys.exit(1)  # rank 0 says what happened
         self.world.close()
         sys.exit(0)
+
+
+def load_share(
+    world: World,
+    wire: str | Wire,
+    folder: Path,
+    dtype: str,
+    device: str,
+    backend: Callable[[torch.dtype], Backend | None],
+    ignored: Sequence[str],
+) -> Decoder:
+    """Load a rank's share of every layer; ``wire`` is the form of sums, or its name."""
+    config = load_config(folder, ignored)
+    check_model(config)
+    share = shares_of(config, world.size)[world.rank]
+    leader = Leader(world) if world.leads else None
+    collective = LinkedSum(world)
+    parts = ShareParts(config, share, collective, () if leader is None else (leader,), has_ends=world.leads)
+
+    def made(kind: torch.dtype) -> Backend | None:
+        inner = backend(kind)
+        if isinstance(inner, CpuBackend):
+            inner.joins_layers = False
+        return inner if leader is None else LedBackend(TorchBackend() if inner is None else inner, leader)
+
+    shard = shard_of(config, share, has_ends=world.leads)
+    decoder = load_decoder(folder, dtype, device, parts=parts, backend=made, ignored=ignored, shard=shard)
+    world.wire = wire_of(wire, folder, world.size, decoder.dtype) if isinstance(wire, str) else wire
+    collective.wire = world.wire
+    return decoder
+
+
+def wire_of(name: str, folder: Path, num_ranks: int, dtype: torch.dtype) -> Wire:
+    """Return the form of sums that a user named, with the calibration of a model where it has one.
+
+    Raises:
+        ConfigError: there is no such form.
+        NotFoundError: there is no calibration.
+        MismatchError: it is of another checkpoint, number of ranks or dtype.
+    """
+    found = form_of(name)
+    if found is None:
+        return find_wire(name)
+    form, given = found
+    place = folder / "adapters" if given is None else Path(given)
+    if given is None or (place / f"{KIND}-{num_ranks}").is_dir():
+        place = place / f"{KIND}-{num_ranks}"
+    kind = str(dtype).removeprefix("torch.")
+    return LowBitWire(Calibration.read(place, base_hash(folder), num_ranks, kind), form)
 
 
 def check_model(config: ModelConfig) -> None:
@@ -195,6 +216,8 @@ def on_all_ranks(load: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(load)
     def load_together(*args: P.args, **settings: P.kwargs) -> T:
+        if isinstance(settings.get("parallel"), SharedLoading):
+            return load(*args, **settings)
         mode, interface, timeout_s = (settings.get(name) for name in ("parallel", "link_interface", "timeout"))
         if mode is None:
             for name in ("wire", "link_interface", "timeout"):

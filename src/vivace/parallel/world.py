@@ -50,6 +50,8 @@ class World:
         self.links = links
         self.link: object | None = None
         """How fast the link to rank 1 is, where it was measured (``LinkSpeed``)."""
+        self.wire: Any = None
+        """The form in which sums travel (``Wire``); None where nothing is summed."""
         self.store: object | None = None
         """Where the ranks have met; rank 0 may hold it while the others still read."""
 
@@ -76,6 +78,12 @@ class World:
             rank: {purpose: {"frames": each.frames, "bytes": each.num_bytes} for purpose, each in by.items()}
             for rank, by in found.items()
         }
+
+    @property
+    def saturation(self) -> float | None:
+        """Return the share of numbers that codes of four bits clipped on this rank; None without such codes."""
+        found: float | None = getattr(self.wire, "saturation", None)
+        return found
 
     def is_whole(self) -> bool:
         """Return whether all ranks are there, as far as can be seen without waiting."""

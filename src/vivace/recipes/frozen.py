@@ -24,7 +24,7 @@ from vivace.recipes.own_text import Budget, own_text, written_before
 from vivace.recipes.regenerate import as_it_decodes, regenerated
 from vivace.train.batches import DataSplit
 from vivace.train.config import LoopConfig
-from vivace.train.data import Batches, DecoderObjective, Rows, TokenBatch, pairs_of, texts_of
+from vivace.train.data import Batches, DecoderObjective, Row, Rows, TokenBatch, pairs_of, texts_of
 from vivace.train.memory import estimate_memory, require_memory
 from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Report
@@ -81,6 +81,11 @@ class FrozenRecipe(ABC):
     def num_calibration(self) -> int:
         """Number of rows that the loop is not trained on, for what is fitted after it."""
         return 0
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of the result beside the model, unless the user names another."""
+        return self.kind
 
     def why_not(self, model: Decoder) -> str | None:
         """Return why the result could not decode with a model, before any text is written for it; None if it could."""
@@ -220,6 +225,10 @@ class TrainContext:
     def batches(self, pairs: Sequence[Pair]) -> list[TokenBatch]:
         """Return batches that hold each pair once, in order of length."""
         return self._rows().batches(pairs, self.recipe.tokens_per_batch)
+
+    def rows(self, pairs: Sequence[Pair]) -> list[Row]:
+        """Return the tokens of each pair."""
+        return self._rows().encode(pairs)
 
     def frequent(self) -> Tensor:
         """Return the tokens of the answers to train on, the most frequent first, after those that end texts."""

@@ -16,6 +16,7 @@ from vivace.recipes.dynamic import DynamicRecipe
 from vivace.recipes.foresight import ForesightRecipe
 from vivace.recipes.frozen import FrozenRecipe
 from vivace.recipes.lora import LoraRecipe
+from vivace.recipes.lowbit import LowBitRecipe
 from vivace.recipes.method import method_recipe
 from vivace.recipes.mod import ModRecipe
 from vivace.recipes.multirate import MultirateRecipe
@@ -45,6 +46,7 @@ RECIPES: Mapping[str, type[FrozenRecipe] | type[WholeRecipe] | type[Seq2SeqRecip
         QuantizedRecipe,
         LoraRecipe,
         PaletteRecipe,
+        LowBitRecipe,
     )
     for kind in get_args(get_type_hints(recipe)["kind"])
 }
@@ -57,7 +59,8 @@ LOOP: Mapping[str, Any] = {"minutes": 20, "warmup_steps": 50, "hold": 0.1}
 def kinds() -> list[str]:
     """List the kinds of recipe: those of models, then every method that can be trained."""
     methods = (spec.name for spec in METHODS.values() if spec.training is not None)
-    return list(dict.fromkeys(("decoder", "seq2seq", "supervised", "shared", "lora", "palette", *methods)))
+    kinds = ("decoder", "seq2seq", "supervised", "shared", "lora", "palette", "lowbit", *methods)
+    return list(dict.fromkeys(kinds))
 
 
 def recipe_named(name: str) -> dict[str, Any]:

@@ -374,6 +374,23 @@ struct Routers {
     int64_t count, width, experts, chosen;
 };
 
+// How the rows of one sum travel in four bits (wire.cpp). Scales are of R ranks, then of their sum.
+struct WireCode {
+    const int32_t *keep, *rest;                // features that are sent whole, and those that are coded
+    const float *scales, *inverses;            // (R + 1, num_rest) steps of the codes, and one over them
+    const float* weights;                      // (R + 1, num_rest up to a multiple of 16) squares of the steps
+    const float *factors, *inverse_factors;    // (256,) ascending factors of a row's steps; null where it has none
+    int64_t width, num_keep, num_rest, row_bytes;  // num_rest is even
+};
+
+// Rows that are encoded, or added.
+struct WireRows {
+    const WireCode* code;
+    const void* x;      // (count, width), bfloat16 or float32
+    uint8_t* payload;   // (count, row_bytes)
+    int64_t count, is_float, source;  // `source`: the first rank whose scales are used
+};
+
 // A part of a file and its place in memory (reader.cpp).
 struct Extent {
     int64_t offset, place, bytes;

@@ -1,0 +1,187 @@
+"""Sums in about four bits a number, with ranges that were calibrated (Dong et al. 2024, arXiv:2411.07942).
+
+A few features have large ranges, the same ones for every text and on every rank. They travel in bfloat16; all others as
+codes of four bits, with a step for each rank, feature and place in the model. Nothing but payloads is sent. Every rank
+adds what the payloads stand for, its own included, so that all of them hold the same.
+
+The paper's form, named "paper", takes the largest number that calibration saw (an average over texts) as seven steps.
+**Ours**, named "lowbit", differs twice. Steps are those of the least squared error over what calibration saw, so that
+rare large numbers are clipped. And each row of a rank sends one byte by which all its steps are multiplied, since rows
+differ in size far more than the features of one row do. "int4" keeps no feature, "random" keeps as many as the paper,
+drawn at random: the paper's own comparisons.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vivace.checkpoint.adapters import load_adapter
+from vivace.core.summed import Point
+from vivace.errors import MismatchError, NotFoundError
+from vivace.kernels.wire import LEAST_STEP, WireCode
+
+KIND = "lowbit"
+FORMS = ("lowbit", "int4", "paper", "random")
+"""Forms whose steps are calibrated."""
+SITES = ("o", "down")
+"""Where a layer's products are added."""
+KEEP = 1 / 64
+"""Share of the features that travel in bfloat16."""
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What was seen at every sum of a model, (2 L) of them: two for each layer, in the order of ``SITES``.
+
+    Tensors are (2 L, R + 1, E) float32: of the ranks' parts, and behind them of their sum.
+    """
+
+    num_ranks: int
+    dtype: str
+    """Of the model that was calibrated."""
+    low: Tensor
+    """Smallest number of each feature, an exponential moving average over texts."""
+    high: Tensor
+    """Largest number, likewise."""
+    step: Tensor
+    """Steps of the least squared error, in units of a row's mean absolute number."""
+
+    @staticmethod
+    def read(folder: str | Path, base: str, num_ranks: int, dtype: str) -> Calibration:
+        """Read a calibration folder.
+
+        Args:
+            folder: written by ``vivace train lowbit``.
+            base: hash of the checkpoint that it is to fit.
+            num_ranks: number of ranks that it is to fit.
+            dtype: of the model that it is to fit.
+
+        Raises:
+            NotFoundError: there is none.
+            MismatchError: it is of another checkpoint, number of ranks or dtype, or no calibration.
+        """
+        place = Path(folder)
+        if not place.is_dir():
+            raise NotFoundError(
+                f"there is no calibration {place}; make one: vivace train lowbit ranks={num_ranks} --model MODEL "
+                "--data FILE"
+            )
+        written, tensors = load_adapter(place, base)
+        if written["kind"] != KIND:
+            raise MismatchError(f"{place} is an adapter for {written['kind']!r}, not a calibration ({KIND})")
+        config: Mapping[str, Any] = written["config"]
+        for name, value, found in (
+            ("ranks", num_ranks, config.get("num_ranks")),
+            ("dtype", dtype, config.get("dtype")),
+        ):
+            if value != found:
+                raise MismatchError(
+                    f"the calibration {place} is for {name} {found}, this is {name} {value}; calibrate again: vivace "
+                    f"train lowbit ranks={num_ranks}"
+                )
+        return Calibration(num_ranks, dtype, *(tensors[name] for name in ("low", "high", "step")))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what is stored."""
+        return {"low": self.low, "high": self.high, "step": self.step}
+
+    @property
+    def width(self) -> int:
+        """Number of features."""
+        return self.low.shape[2]
+
+    def code(self, point: Point, form: str, keep: float = KEEP) -> WireCode:
+        """Return how rows of a sum travel.
+
+        Args:
+            point: the sum.
+            form: one of ``FORMS``.
+            keep: share of the features that travel in bfloat16; 1 is all of them.
+        """
+        place = 2 * point[0] + SITES.index(point[1])
+        low, high = self.low[place], self.high[place]
+        num_kept = 0 if form == "int4" else num_features(self.width, keep)
+        if form == "random":
+            kept = torch.randperm(self.width, generator=torch.Generator().manual_seed(place))[:num_kept]
+        else:
+            kept = kept_features(high[:-1] - low[:-1], num_kept)
+        is_kept = torch.zeros(self.width, dtype=torch.bool)
+        is_kept[kept] = True
+        rest = (~is_kept).nonzero().squeeze(1)
+        steps = self.step[place] if form == "lowbit" else torch.maximum(low.abs(), high.abs()) / 7
+        return WireCode(
+            is_kept.nonzero().squeeze(1), rest, steps[:, rest].clamp(min=LEAST_STEP).contiguous(), form == "lowbit"
+        )
+
+
+def num_features(width: int, share: float) -> int:
+    """Return how many of ``width`` features travel in bfloat16, so that an even number is left."""
+    count = int(width * share)
+    return count if count == width else count + (width - count) % 2
+
+
+def kept_features(ranges: Tensor, count: int) -> Tensor:
+    """Return the features (count,) whose ranges (R, E), added over ranks, are the largest; of equals the first."""
+    return ranges.sum(0).argsort(descending=True, stable=True)[:count]
+
+
+class LowBitWire:
+    """Implements ``Wire``: rows travel in the form that a calibration describes."""
+
+    most_in_one_shot = 4
+    """With more ranks, and for many rows, sums take two shots, which send less and round twice."""
+
+    def __init__(self, calibration: Calibration, form: str, keep: float = KEEP) -> None:
+        """Send rows in one of ``FORMS``."""
+        self._calibration = calibration
+        self._form = form
+        self._keep = keep
+        self._codes: dict[Point, WireCode] = {}
+        self.numbers: Counter[Point] = Counter()
+        """How many numbers were coded, by the sum."""
+        self.clipped: Counter[Point] = Counter()
+        """How many of them lay outside of what codes reach."""
+
+    def code(self, point: Point) -> WireCode:
+        """Return how rows of a sum travel."""
+        if point not in self._codes:
+            self._codes[point] = self._calibration.code(point, self._form, self._keep)
+        return self._codes[point]
+
+    def encode(self, x: Tensor, point: Point, source: int | None) -> tuple[Tensor, ...]:
+        """Return the payload of rows."""
+        code = self.code(point)
+        payload, clipped = code.encode(x, self._calibration.num_ranks if source is None else source)
+        self.numbers[point] += len(x) * len(code.rest)
+        self.clipped[point] += clipped
+        return (payload,)
+
+    def added(self, parts: Sequence[Sequence[Tensor]], point: Point, dtype: torch.dtype) -> Tensor:
+        """Return the sum of what all ranks have sent."""
+        return self.code(point).add([payload for (payload,) in parts]).to(dtype)
+
+    def decode(self, parts: Sequence[Tensor], point: Point) -> Tensor:
+        """Return the sums that another rank has computed."""
+        return self.code(point).add(list(parts), self._calibration.num_ranks)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of the calibration, by which ranks compare theirs."""
+        digest = hashlib.sha256(self._form.encode())
+        for part in self._calibration.tensors().values():
+            digest.update(part.contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    @property
+    def saturation(self) -> float:
+        """Share of coded numbers that were clipped."""
+        return self.clipped.total() / max(1, self.numbers.total())
