@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import vivace
-from tests.parallel.ranks import run_ranks
+from tests.parallel.ranks import Ended, run_ranks
 from tests.parity.families import make
 from vivace.decode.session import Session
 from vivace.errors import UnsupportedError, WorldError
 from vivace.options import Options
-from vivace.parallel import runahead
+from vivace.parallel import exchange, runahead
 from vivace.parallel.links import Links
 from vivace.parallel.partition import entries_sent
 from vivace.parallel.runahead import RunaheadPrefill
@@ -82,6 +82,57 @@ def test_entries_and_text_are_those_of_one_process(family: str, kernels: str, dt
     assert [each.status for each in followed] == [0, 0]
 
 
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("way", ["sequence-causal", "sequence"])
+def test_gathered_entries_are_those_of_one_process(way: str, count: int, tmp_path: Path) -> None:
+    """Where every row attends to the whole prompt and is masked, sums have other terms, all of them zero."""
+    make("llama").save_pretrained(tmp_path)
+    alone = read(tmp_path, "torch", "float32", {})
+    led, *followed = run_ranks(count, read, tmp_path, "torch", "float32", {**TOGETHER, "parallel": way})
+    assert led[1] == alone[1]
+    if way == "sequence-causal":
+        assert_same(led, alone)
+    for ours, theirs in zip(led[0], alone[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert [each.status for each in followed] == [0] * (count - 1)
+
+
+def test_gathering_is_refused_where_layers_forget(tmp_path: Path) -> None:
+    make("gemma3_text").save_pretrained(tmp_path)
+
+    def work() -> Any:
+        try:
+            read(tmp_path, "torch", "float32", {**TOGETHER, "parallel": "sequence"})
+        except UnsupportedError as error:
+            return str(error)
+        return "nothing happened"
+
+    first, second = run_ranks(2, work)
+    assert "sliding windows" in first
+    assert isinstance(second, Ended)
+    assert second.status not in (0, None)
+
+
+def test_auto_says_what_it_expects_and_reads_the_same(tmp_path: Path) -> None:
+    make("llama").save_pretrained(tmp_path)
+    alone = read(tmp_path, "torch", "float32", {})
+
+    def work() -> Any:
+        reasons, original = [], RunaheadPrefill.way_for
+
+        def watched(prefill: RunaheadPrefill, *args: Any) -> str:
+            way = original(prefill, *args)
+            reasons.append(prefill.reason)
+            return way
+
+        RunaheadPrefill.way_for = watched  # type: ignore[method-assign] - of a process that ends with the test
+        return read(tmp_path, "torch", "float32", {**TOGETHER, "parallel": "auto"}), reasons
+
+    (found, reasons), _ = run_ranks(2, work)
+    assert_same(found, alone)
+    assert f"for {len(IDS) - 1} tokens: predicted one " in reasons[0]
+
+
 def late(*args: Any) -> Any:
     """The same over links that take their time."""
     send, numbers = Links.send, random.Random(int(os.environ["RANK"]))
@@ -138,7 +189,7 @@ def test_a_rank_that_dies_while_it_reads(tmp_path: Path) -> None:
 
     def work() -> str:
         if os.environ["RANK"] == "1":
-            runahead.seen_from = lambda *_: os._exit(9)
+            exchange.entries_of = lambda *_: os._exit(9)
         try:
             read(tmp_path, "torch", "float32", TOGETHER)
         except WorldError as error:

@@ -11,6 +11,7 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
+from vivace.cli.evaluate_wires import WireFlags, evaluate_wires
 from vivace.cli.loading import open_engine
 from vivace.cli.prompting import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.errors import ConfigError
@@ -49,17 +50,26 @@ def evaluate(
     ignore_config_key: options.IgnoreConfigKey = None,
     raw: options.Raw = False,
     reading: options.PrefillFlags,
+    wires: WireFlags,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure the quality of greedy answers for several weight formats, beside the model as stored.
 
     With --use all of them wear the same LoRA. With --prefill they are answers to prompts that are read so, and the
     model as stored reads its own in full; what is only known of a full reading is left out.
+
+    With --wire it measures instead what forms of sums over ranks change, by the perplexity of a text.
     """
     from vivace.evaluate.fidelity import compare_weights
     from vivace.evaluate.provenance import provenance
     from vivace.kernels.low_bit import Weights, check_weights
 
+    load = options.LoadFlags(adapter, device=device, dtype=dtype, kernels=kernels, ignore_config_key=ignore_config_key)
+    if wires.wire is not None:
+        evaluate_wires(model, wires, load, as_json=as_json)
+        return
+    if wires != WireFlags():
+        raise ConfigError("--ranks, --simulate, --text and --windows have no effect without --wire; leave them out")
     way = options.given(**vars(reading))
     names = [check_weights(name) for name in split_names(weights)]
     if not names:
@@ -69,7 +79,6 @@ def evaluate(
         raise ConfigError(
             "--adapter has no effect on plain decoding unless it is a LoRA that --use names; leave it out"
         )
-    load = options.LoadFlags(adapter, device=device, dtype=dtype, kernels=kernels, ignore_config_key=ignore_config_key)
     base = open_engine(model, (), load, use=use)
     with console.progress("answering") as progress:
         stored = answer(base, rows, max_new_tokens, raw=raw, use=use)

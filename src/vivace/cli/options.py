@@ -153,7 +153,8 @@ Parallel = Annotated[
 Wire = Annotated[
     str | None,
     typer.Option(
-        help="How they send the sums of tensor: bf16 or int8, which are lossy; left out: as they are.",
+        help="How they send the sums of tensor: bf16, int8, or with a calibration int4 or lowbit (FORM=DIR names its "
+        "folder), all lossy; left out: as they are.",
         metavar="FORM",
         rich_help_panel=_RANKS,
     ),

@@ -100,7 +100,8 @@ def load(
         parallel: under torchrun, how its processes share the work: "tensor" (each computes a part of every layer) or
             "runahead" (each reads a piece of every prompt, and rank 0 decodes). Only on rank 0 this function returns;
             the others follow it, and their processes end with it.
-        wire: how they send the sums of "tensor": None as they are, "bf16" or "int8", which are lossy.
+        wire: how they send the sums of "tensor", all but None lossy: None as they are, "bf16", "int8", or with a
+            calibration (``vivace train lowbit``) "int4" or "lowbit"; "lowbit=DIR" names its folder.
         link_interface: network interface through which they talk, in the clear; None is the loopback interface.
         timeout: seconds without an answer after which a rank is said to hang; None is 120.
 

@@ -1,14 +1,14 @@
-"""Rows in four bits, as ranks send them to be added, and their sums: native code, and the reference it is checked with.
+"""Rows in four bits, as ranks send them to be added, and their sums: native code, and the reference that checks it.
 
-After Dong et al. 2024, *Towards Low-bit Communication for Tensor Parallel LLM Inference* (arXiv:2411.07942): a fixed set
-of features with large ranges is sent in bfloat16, every other feature as a code of four bits whose step is calibrated
-for each rank and feature and is not sent.
+After Dong et al. 2024, *Towards Low-bit Communication for Tensor Parallel LLM Inference* (arXiv:2411.07942): a fixed
+set of features with large ranges is sent in bfloat16, every other feature as a code of four bits whose step is
+calibrated for each rank and feature and is not sent.
 
     code = clamp(round(x / (f s_j)), -8, 7)            x' = code s_j f
 
-**Where we differ**: with ``has_factors`` each row sends one byte that stands for a factor f of all its steps, one of 256
-in a geometric series. Of the eight largest that could be of use it is the one with the least squared error. Rows differ
-in size by an order of magnitude, which steps that never change cannot follow.
+**Where we differ**: with ``has_factors`` each row sends one byte that stands for a factor f of all its steps, one of
+256 in a geometric series. Of the eight largest that could be of use it is the one with the least squared error. Rows
+differ in size by an order of magnitude, which steps that never change cannot follow.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class WireCode:
         return payload, clipped.value
 
     def add(self, payloads: Sequence[Tensor], source: int = 0) -> Tensor:
-        """Return the sum of the rows (T, E) float32 that payloads stand for, of ranks ``source`` and those behind it."""
+        """Return the sum (T, E) float32 of the rows that payloads stand for, from rank ``source`` on."""
         library = found_library()
         if library is None:
             return self.reference_add(payloads, source)

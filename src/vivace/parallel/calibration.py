@@ -15,8 +15,9 @@ from torch import Tensor
 
 from vivace.core.config import ModelConfig
 from vivace.core.summed import Point
+from vivace.kernels.wire import LEAST_STEP
 from vivace.parallel.collective import SameWire, Wire
-from vivace.parallel.lowbit import LEAST_STEP, SITES, Calibration
+from vivace.parallel.lowbit import SITES, Calibration
 
 GAMMA = 0.01
 """How far one text moves a range."""

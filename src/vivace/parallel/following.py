@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Protocol
 
 import torch
 
@@ -25,19 +26,14 @@ class Follower:
         self._fresh = Fresh()
         self._is_native = getattr(decoder.backend, "body", None) is not None
 
-    @torch.inference_mode()
-    def run(self) -> None:
-        """Follow until rank 0 has ended.
+    operations = frozenset(range(passes.FORK + 1))
 
-        Raises:
-            WorldError: a rank is gone, hangs or has given up.
-        """
-        while (message := self._world.links.message(0, is_idle=True)) != END:
-            operation, numbers, rest = passes.unpacked(message)
-            if operation == passes.RUN:
-                self._run(numbers, rest)
-            else:
-                self._change(operation, numbers[0], numbers[1:])
+    def take(self, operation: int, numbers: list[int], rest: memoryview) -> None:
+        """Do what rank 0 does."""
+        if operation == passes.RUN:
+            self._run(numbers, rest)
+        else:
+            self._change(operation, numbers[0], numbers[1:])
 
     def _run(self, numbers: list[int], rest: memoryview) -> None:
         number = passes.cache_of_pass(numbers)
@@ -71,7 +67,28 @@ class Follower:
             case passes.FORK:
                 sources, targets = passes.unpack_lists(numbers)
                 cache.fork(sources, targets)
-            case _:
-                self._world.links.fail(
-                    f"rank 0 sent operation {operation}, which rank {self._world.rank} does not know"
-                )
+
+
+class Following(Protocol):
+    """Follows rank 0 in some operations."""
+
+    operations: frozenset[int]
+
+    def take(self, operation: int, numbers: list[int], rest: memoryview) -> None:
+        """Do what rank 0 asks for."""
+        ...
+
+
+@torch.inference_mode()
+def follow(world: World, *followers: Following) -> None:
+    """Follow rank 0 until it has ended.
+
+    Raises:
+        WorldError: a rank is gone, hangs or has given up.
+    """
+    taking = {operation: follower for follower in followers for operation in follower.operations}
+    while (message := world.links.message(0, is_idle=True)) != END:
+        operation, numbers, rest = passes.unpacked(message)
+        if operation not in taking:
+            world.links.fail(f"rank 0 sent operation {operation}, which rank {world.rank} does not know")
+        taking[operation].take(operation, numbers, rest)

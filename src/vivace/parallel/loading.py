@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -20,16 +20,19 @@ from vivace.core.model import Decoder
 from vivace.decode.prefill import FULL, Prefill
 from vivace.errors import ConfigError, UnsupportedError, WorldError, nearest
 from vivace.parallel.collective import LinkedSum, Wire, find_wire, form_of
-from vivace.parallel.following import Follower
+from vivace.parallel.following import Follower, Following, follow
 from vivace.parallel.leading import Leader, LedBackend
 from vivace.parallel.lowbit import KIND, Calibration, LowBitWire
-from vivace.parallel.runahead import RunaheadFollower, RunaheadPrefill
+from vivace.parallel.partition_table import KIND as RUNAHEAD
+from vivace.parallel.partition_table import Table, read_table
+from vivace.parallel.runahead import WAYS, RunaheadFollower, RunaheadPrefill
 from vivace.parallel.shares import shares_of
 from vivace.parallel.tensor import ShareParts, shard_of
 from vivace.parallel.world import World
 
-MODES = ("tensor", "runahead")
-"""Ways to share work: every layer is divided among ranks, or every prompt is."""
+MODES = ("tensor", *WAYS, "auto")
+"""Ways to share work: every layer is divided among ranks, or every prompt is; "auto" chooses among the latter, and one
+rank alone, for each prompt."""
 
 
 class SharedLoading:
@@ -40,7 +43,7 @@ class SharedLoading:
         self.world = world
         self.wire = wire
         self.mode = mode
-        self.prefill: Prefill = RunaheadPrefill(world) if mode == "runahead" else FULL
+        self.prefill: Prefill = FULL if mode == "tensor" else RunaheadPrefill(world, mode)
         """How prompts are read in full."""
 
     @staticmethod
@@ -109,6 +112,10 @@ class SharedLoading:
         if self.mode == "tensor":
             decoder = load_share(self.world, self.wire, folder, dtype, device, backend, ignored)
         else:
+            if self.mode in WAYS and self.mode != RUNAHEAD and any(load_config(folder, ignored).windows):
+                raise UnsupportedError(
+                    f"layers with sliding windows do not keep what parallel {self.mode} gathers; use runahead"
+                )
             decoder = load_decoder(folder, dtype, device, backend=backend, ignored=ignored)
         decoder.store_entries(kv)
         self.world.compare(
@@ -127,21 +134,40 @@ class SharedLoading:
             }
         )
         if not self.world.leads:
-            self._follow(decoder)
+            taking = Follower if self.mode == "tensor" else RunaheadFollower
+            end_following(self.world, taking(self.world, decoder))
         if isinstance(self.prefill, RunaheadPrefill):
             decoder.backend.num_ranks = self.world.size
             self.prefill.measure(decoder)
+            facts = facts_of(self.world.size, decoder, kernels)
+            self.prefill.table = found_table(folder, facts) if self.mode in (RUNAHEAD, "auto") else None
         return decoder
 
-    def _follow(self, decoder: Decoder) -> NoReturn:
-        """Repeat what rank 0 does until it has ended, and end the process."""
-        follower = Follower(self.world, decoder) if self.mode == "tensor" else RunaheadFollower(self.world, decoder)
-        try:
-            follower.run()
-        except WorldError:
-            sys.exit(1)  # rank 0 says what happened
-        self.world.close()
-        sys.exit(0)
+
+def end_following(world: World, *followers: Following) -> NoReturn:
+    """Repeat what rank 0 does until it has ended, and end the process."""
+    try:
+        follow(world, *followers)
+    except WorldError:
+        sys.exit(1)  # rank 0 says what happened
+    world.close()
+    sys.exit(0)
+
+
+def facts_of(num_ranks: int, decoder: Decoder, kernels: str) -> dict[str, Any]:
+    """Return what a table of partitions is valid for."""
+    kind = str(decoder.dtype).removeprefix("torch.")
+    return {"ranks": num_ranks, "dtype": kind, "kernels": kernels, "threads": torch.get_num_threads()}
+
+
+def found_table(folder: Path, facts: Mapping[str, Any]) -> Table | None:
+    """Return the table of partitions beside a model for so many ranks, or None where there is none.
+
+    Raises:
+        MismatchError: it is of another checkpoint, dtype, kernels or number of threads.
+    """
+    place = folder / "adapters" / f"{RUNAHEAD}-{facts['ranks']}"
+    return read_table(place, base_hash(folder), facts) if place.is_dir() else None
 
 
 def load_share(

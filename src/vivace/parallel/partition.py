@@ -68,6 +68,46 @@ def first_token_s(counts: Sequence[int], costs: Costs) -> float:
     return passed[-1]
 
 
+def gathered_s(counts: Sequence[int], costs: Costs, *, is_dense: bool) -> float:
+    """Return when all entries are there if every layer begins with a gathering of all ranks' entries.
+
+    begun[l + 1] = max_i(begun_i[l] + project(c_i)) + gather + attend(c_i) + feed(c_i)
+    """
+    total = sum(counts)
+    gather_s = costs.latency_s + (total - min(counts)) * costs.entry_s
+    begun = [0.0] * len(counts)
+    offsets = [0, *accumulate(counts)]
+    meeting = 0.0
+    for _ in range(costs.num_layers):
+        meeting = max(at + costs.project_s * count for at, count in zip(begun, counts, strict=True)) + gather_s
+        for place, count in enumerate(counts):
+            seen = total if is_dense else offsets[place] + count / 2
+            begun[place] = meeting + costs.attend_s * count * seen + costs.feed_s * count
+    return meeting
+
+
+def alone_s(length: int, costs: Costs) -> float:
+    """Return how long one rank takes."""
+    work = (costs.project_s + costs.feed_s) * length + costs.attend_s * length * length / 2
+    return costs.num_layers * work
+
+
+def predicted_s(length: int, pieces: Sequence[int], equal: Sequence[int], costs: Costs) -> dict[str, float]:
+    """Return how long each way of reading a prompt takes, by its name.
+
+    Args:
+        length: of the prompt.
+        pieces: of the chain.
+        equal: pieces where entries are gathered.
+        costs: of the machine.
+    """
+    return {
+        "one": alone_s(length, costs),
+        "runahead": first_token_s(pieces, costs),
+        "sequence-causal": gathered_s(equal, costs, is_dense=False),
+    }
+
+
 def even(length: int, num_ranks: int, grid: int) -> list[int]:
     """Return lengths of neighbouring pieces that are as equal as the grid allows; the last one ends the prompt.
 
@@ -76,7 +116,7 @@ def even(length: int, num_ranks: int, grid: int) -> list[int]:
         num_ranks: number of pieces.
         grid: pieces begin at multiples of it.
     """
-    return _on_grid([length * (place + 1) / num_ranks for place in range(num_ranks - 1)], length, grid)
+    return on_grid([length * (place + 1) / num_ranks for place in range(num_ranks - 1)], length, grid)
 
 
 def balanced(length: int, num_ranks: int, grid: int, costs: Costs) -> list[int]:
@@ -88,7 +128,7 @@ def balanced(length: int, num_ranks: int, grid: int, costs: Costs) -> list[int]:
         grid: pieces begin at multiples of it.
         costs: of the machine.
     """
-    starts = [even(length, num_ranks, grid), _on_grid(_equal_work(length, num_ranks, costs), length, grid)]
+    starts = [even(length, num_ranks, grid), on_grid(_equal_work(length, num_ranks, costs), length, grid)]
     return min((_swept(start, grid, costs) for start in starts), key=lambda counts: first_token_s(counts, costs))
 
 
@@ -131,7 +171,7 @@ def _equal_work(length: int, num_ranks: int, costs: Costs) -> list[float]:
     return found
 
 
-def _on_grid(bounds: Sequence[float], length: int, grid: int) -> list[int]:
+def on_grid(bounds: Sequence[float], length: int, grid: int) -> list[int]:
     """Return the lengths of pieces between boundaries that are moved onto the grid, none of them empty."""
     num_portions = -(-length // grid)
     assert num_portions > len(bounds), "every piece has a portion of its own"

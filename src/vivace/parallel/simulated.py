@@ -22,7 +22,7 @@ from vivace.core.model import Decoder
 from vivace.decode.prefill import FULL
 from vivace.errors import ConfigError, WorldError
 from vivace.parallel.collective import Wire
-from vivace.parallel.following import Follower
+from vivace.parallel.following import Follower, follow
 from vivace.parallel.links import Links
 from vivace.parallel.loading import SharedLoading, load_share
 from vivace.parallel.world import TIMEOUT_S, World
@@ -107,7 +107,7 @@ def _follow(world: World, decoder: Decoder) -> None:
     torch.set_num_threads(1)
     try:
         with suppress(WorldError):
-            Follower(world, decoder).run()
+            follow(world, Follower(world, decoder))
     except Exception as error:  # noqa: BLE001 - told to rank 0, which raises it
         with suppress(WorldError):
             world.links.fail(f"rank {world.rank}: {type(error).__name__}: {error}")

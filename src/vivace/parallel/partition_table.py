@@ -1,0 +1,130 @@
+"""Boundaries that were searched by timing this machine, for some lengths, and predictions between them (KV-Runahead).
+
+For an unseen length the fractions of the two neighbouring lengths are interpolated (Cho et al. 2024, section on KVR-P);
+below the table its first fractions are taken, above it its last ones.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from vivace.checkpoint.adapters import load_adapter, save_adapter
+from vivace.errors import CorruptError, MismatchError
+from vivace.parallel.partition import on_grid
+
+KIND = "runahead"
+GAIN = 0.995
+"""A partition is better if it takes less than this share of the best one's time."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The best pieces that were found for one length."""
+
+    length: int
+    counts: tuple[int, ...]
+    seconds: float
+    even_s: float
+
+
+@dataclass(frozen=True)
+class Table:
+    """Entries in the order of their lengths."""
+
+    entries: tuple[Entry, ...]
+
+    def counts(self, length: int, grid: int) -> list[int]:
+        """Return the pieces of a prompt: those of the table, or between those of its neighbours, on the grid."""
+        lengths = [entry.length for entry in self.entries]
+        place = bisect_left(lengths, length)
+        if place < len(lengths) and lengths[place] == length:
+            return list(self.entries[place].counts)
+        low, high = self.entries[max(0, place - 1)], self.entries[min(place, len(lengths) - 1)]
+        share = 0.0 if low is high else (length - low.length) / (high.length - low.length)
+        bounds = [
+            length * ((1 - share) * before / low.length + share * behind / high.length)
+            for before, behind in zip(_bounds(low), _bounds(high), strict=True)
+        ]
+        return on_grid(bounds, length, grid)
+
+
+def _bounds(entry: Entry) -> list[int]:
+    return list(accumulate(entry.counts))[:-1]
+
+
+def search(
+    start: Sequence[int], grid: int, measure: Callable[[tuple[int, ...]], float], most: int = 12
+) -> tuple[list[int], float]:
+    """Return the fastest pieces that are found by moving boundaries, and their time.
+
+    One boundary moves at a time, by strides that are halved down to the grid; no pieces are timed twice.
+
+    Args:
+        start: pieces to begin with.
+        grid: boundaries lie on its multiples.
+        measure: returns the seconds that some pieces take.
+        most: most pieces that are timed.
+    """
+    timed: dict[tuple[int, ...], float] = {}
+
+    def seconds(counts: tuple[int, ...]) -> float:
+        if counts not in timed:
+            timed[counts] = measure(counts)
+        return timed[counts]
+
+    best = tuple(start)
+    best_s = seconds(best)
+    stride = max(grid, sum(start) // (8 * len(start)) // grid * grid)
+    while stride >= grid and len(timed) < most:
+        improved = False
+        for place in range(len(start) - 1):
+            for step in (-stride, stride):
+                moved = list(best)
+                moved[place] += step
+                moved[place + 1] -= step
+                if min(moved) <= 0 or len(timed) >= most:
+                    continue
+                moved_s = seconds(tuple(moved))
+                if moved_s < best_s * GAIN:
+                    best, best_s, improved = tuple(moved), moved_s, True
+        if not improved:
+            stride = stride // 2 // grid * grid
+    return list(best), best_s
+
+
+def save_table(folder: Path, base: str, facts: Mapping[str, Any], table: Table) -> None:
+    """Write a table as an adapter folder; ``facts`` are what it is valid for."""
+    rows = [[entry.length, list(entry.counts), entry.seconds, entry.even_s] for entry in table.entries]
+    save_adapter(folder, KIND, base, {}, {**facts, "entries": rows}, {})
+
+
+def read_table(folder: Path, base: str, facts: Mapping[str, Any]) -> Table:
+    """Read a table.
+
+    Raises:
+        NotFoundError: there is none.
+        MismatchError: it is of another checkpoint, or of other facts, which the message names.
+        CorruptError: it is damaged.
+    """
+    written = load_adapter(folder, base)[0]
+    if written["kind"] != KIND:
+        raise MismatchError(f"{folder} is an adapter for {written['kind']!r}, not a table of partitions ({KIND})")
+    config = written["config"]
+    for name, value in facts.items():
+        if config.get(name) != value:
+            raise MismatchError(
+                f"the table {folder} is for {name} {config.get(name)}, this is {name} {value}; search again: "
+                "vivace tune runahead"
+            )
+    try:
+        entries = [Entry(int(n), tuple(map(int, c)), float(s), float(e)) for n, c, s, e in config["entries"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"{folder} holds no table of partitions") from error
+    if not entries or any(sum(entry.counts) != entry.length or min(entry.counts) < 1 for entry in entries):
+        raise CorruptError(f"{folder} holds pieces that do not add up to their lengths")
+    return Table(tuple(sorted(entries, key=lambda entry: entry.length)))

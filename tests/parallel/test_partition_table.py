@@ -1,0 +1,73 @@
+"""Searched boundaries: what is stored comes back, and a table of something else is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vivace.errors import CorruptError, MismatchError
+from vivace.parallel.partition import Costs, alone_s, even, first_token_s, gathered_s, predicted_s
+from vivace.parallel.partition_table import Entry, Table, read_table, save_table, search
+
+COSTS = Costs(project_s=1e-6, feed_s=9e-6, attend_s=2e-8, num_layers=6, latency_s=1e-4, entry_s=2e-7)
+TABLE = Table((Entry(1024, (640, 384), 1.0, 1.1), Entry(4096, (2816, 1280), 5.0, 6.0)))
+FACTS = {"ranks": 2, "dtype": "float32", "kernels": "torch", "threads": 1}
+
+
+def test_stored_lengths_come_back_and_others_lie_between() -> None:
+    assert TABLE.counts(1024, 256) == [640, 384]
+    assert TABLE.counts(4096, 256) == [2816, 1280]
+    shares = [TABLE.counts(length, 16)[0] / length for length in range(1040, 4096, 64)]
+    assert all(640 / 1024 - 0.01 <= share <= 2816 / 4096 + 0.01 for share in shares)
+    assert shares == pytest.approx(sorted(shares), abs=0.012)
+    for length in (300, 777, 2000, 3999, 9000):
+        counts = TABLE.counts(length, 128)
+        assert sum(counts) == length
+        assert min(counts) > 0
+        assert counts[0] % 128 == 0
+
+
+def test_a_search_ends_at_what_is_fastest_and_times_nothing_twice() -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def seconds(counts: tuple[int, ...]) -> float:
+        asked.append(counts)
+        return first_token_s(counts, COSTS)
+
+    found, found_s = search(even(8192, 2, 256), 256, seconds, most=40)
+    best = min(first_token_s((at, 8192 - at), COSTS) for at in range(256, 8192, 256))
+    assert found_s <= best * 1.006
+    assert found_s == first_token_s(found, COSTS)
+    assert len(set(asked)) == len(asked)
+    assert len(search([4096, 4096], 256, lambda counts: 1.0, most=5)[0]) == 2
+
+
+def test_a_table_survives_the_disk_and_is_refused_elsewhere(tmp_path: Path) -> None:
+    folder = tmp_path / "runahead-2"
+    save_table(folder, "abc", FACTS, TABLE)
+    assert read_table(folder, "abc", FACTS) == TABLE
+    with pytest.raises(MismatchError, match="trained on base"):
+        read_table(folder, "abd", FACTS)
+    for name, value in (("ranks", 3), ("dtype", "bfloat16"), ("kernels", "avx2"), ("threads", 2)):
+        with pytest.raises(MismatchError, match=f"is for {name} .*vivace tune runahead"):
+            read_table(folder, "abc", {**FACTS, name: value})
+    written = json.loads((folder / "config.json").read_text())
+    written["config"]["entries"][0][1] = [1, 2]
+    (folder / "config.json").write_text(json.dumps(written))
+    with pytest.raises(CorruptError, match="do not add up"):
+        read_table(folder, "abc", FACTS)
+
+
+def test_models_of_ways_agree_where_they_must() -> None:
+    free = Costs(1e-6, 9e-6, 2e-8, 6)
+    alone = alone_s(8192, free)
+    assert alone == pytest.approx(first_token_s([8192], free) + free.feed_s * 8192 + free.attend_s * 8192**2 / 2)
+    halves = even(8192, 2, 256)
+    assert gathered_s(halves, free, is_dense=True) > gathered_s(halves, free, is_dense=False)
+    slow = Costs(1e-6, 9e-6, 2e-8, 6, latency_s=1.0, entry_s=1e-3)
+    predicted = predicted_s(8192, halves, halves, slow)
+    assert min(predicted, key=lambda way: predicted[way]) == "one", "on a hopeless link nothing is shared"
+    fast = predicted_s(8192, halves, halves, free)
+    assert fast["runahead"] < fast["one"]
