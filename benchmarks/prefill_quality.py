@@ -1,194 +1,219 @@
-"""What pruned prompts cost: ``python -m benchmarks.prefill_quality MODEL QUESTIONS --json FILE``.
+"""What pruned prompts cost and save, on the same questions: ``python -m benchmarks.prefill_quality MODEL --set ...``.
 
-QUESTIONS is a file of rows with ``question``, ``answers`` and ``ctxs``, whose first passage has the answer (the
-multi-document questions of Liu et al. 2023, *Lost in the middle*, arXiv:2307.03172). A prompt has the passage of its
-question at a place that is drawn among passages of other questions, then the question; the chat template is the
-model's. Every way of reading is asked the same. Measured are, question by question,
+``--set NAME=TASK:FILE:DOCUMENTS:COUNT`` names questions: TASK is one of ``vivace data`` (*multidoc*, *kv*, *reading*),
+FILE its public source, DOCUMENTS how many documents or keys a prompt has, COUNT how many questions are asked.
+``--half A`` takes the even rows of each file and ``--half B`` the odd ones: what was taught or chosen on A is reported
+on B. ``--way NAME[:KEEP]`` names a way of reading; ``full`` is always read.
 
-* the negative log-likelihood of the first answer in nats a token, the model being made to write it: the sensitive one,
-  and paired, since every way has the same questions;
-* whether the greedy answer contains one of the answers, without case and punctuation;
-* the share of a full reading's layer passes, and the first token's time. Times are noted, but only those of ``vivace
-  bench prefill`` are reported.
+A question is read once in each way, in turns. From that reading come the time to the first token, the greedy answer, and
+the negative log-likelihood of the first reference in nats a token, which is the sensitive figure, and paired. Counted
+are answers that contain a reference, the F1 of their words, and answers that are word for word those of the full
+reading. A set on which the full reading has under ``LEAST`` of the answers carries no claim about answers.
+
+A FILE that exists already is gone on with: its questions are not asked again, and what is found is added.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
-import random
-import statistics
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 
 import vivace
-from benchmarks import captions
-from tools.blocks import table
+from benchmarks.prefill_tables import tables as tables
+from vivace.core.step import Step
+from vivace.decode.session import Session
 from vivace.engine import Engine, Options
-from vivace.evaluate.bootstrap import paired_bootstrap
-from vivace.evaluate.long_prompts import DEV_EVERY
+from vivace.evaluate.long_prompts import LONG_TASKS, Layout, _rows
+from vivace.evaluate.others import watched_others
 from vivace.evaluate.provenance import provenance
-from vivace.evaluate.quality import contains
-from vivace.prefill.schedule import parse_keep
-from vivace.recipes.lazy_plan import Forced
+from vivace.evaluate.quality import contains, word_f1
+from vivace.prompts import Prompt
 
-WAYS: Mapping[str, Mapping[str, Any]] = {
-    "full": {},
-    "lazy, paper": {"prefill": "lazy", "keep": "paper"},
-    "lazy, balanced": {"prefill": "lazy", "keep": "balanced"},
-    "lazy, fast": {"prefill": "lazy", "keep": "fast"},
-    "static": {"prefill": "static", "keep": "4:0.5"},
-    "random": {"prefill": "random", "keep": "0:0.5"},
-    "lexical": {"prefill": "lexical", "keep": "0:0.5"},
-}
-"""Ways of reading that are compared, by their names in the table."""
-NEW_TOKENS = 24
-LOW = 4
-"""Layer behind which ``static`` prunes."""
+NEW_TOKENS = {"multidoc": 16, "reading": 16, "kv": 40}
+"""Tokens of an answer, by task."""
+MOST_TOKENS = 4600
+"""Longer prompts are left out."""
 
 
-def questions(path: Path, count: int, num_documents: int, seed: int, *, only_dev: bool = False) -> list[dict[str, Any]]:
-    """Return questions with their documents in order, and the answers.
+@dataclass(frozen=True)
+class QuestionSet:
+    """Questions of one kind."""
 
-    With ``only_dev`` they are rows that ``vivace data multidoc`` puts into *dev*, so that nothing was learnt on them.
-    """
-    content = path.read_bytes()
-    text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
-    rows = [json.loads(line) for line in text.splitlines()][:: DEV_EVERY if only_dev else 1]
-    draws, made = random.Random(seed), []
-    for number in draws.sample(range(len(rows)), count):
-        others = draws.sample([place for place in range(len(rows)) if place != number], num_documents - 1)
-        documents = [rows[place]["ctxs"][0] for place in others]
-        place = draws.randrange(num_documents)
-        documents.insert(place, rows[number]["ctxs"][0])
-        listed = [f"Document {at} ({each['title']}): {each['text']}" for at, each in enumerate(documents, 1)]
-        text = "\n".join(["Here are some documents.", *listed, "", f"Question: {rows[number]['question']}?"])
-        text += "\nAnswer the question in a few words, from the documents."
-        made.append({"text": text, "answers": rows[number]["answers"], "place": place, "row": number})
-    return made
+    name: str
+    task: str
+    source: Path
+    documents: int
+    count: int
 
+    @staticmethod
+    def of(text: str) -> QuestionSet:
+        """Read NAME=TASK:FILE:DOCUMENTS:COUNT."""
+        name, _, rest = text.partition("=")
+        task, source, documents, count = rest.split(":")
+        return QuestionSet(name, task, Path(source), int(documents), int(count))
 
-def beside(engine: Engine, keep: str, length: int) -> dict[str, Mapping[str, Any]]:
-    """Return a schedule of ``lazy``, and the other ways with as many layer passes.
-
-    Args:
-        engine: the model.
-        keep: the schedule.
-        length: tokens of a prompt, for which passes are counted.
-    """
-    num_layers = engine.model.config.num_layers
-    share = parse_keep(keep, num_layers).share(length, num_layers)
-    low = (share * num_layers - LOW) / (num_layers - LOW)
-    ways: dict[str, Mapping[str, Any]] = {f"lazy, {keep}": {"prefill": "lazy", "keep": keep}}
-    if low > 0:
-        ways[f"static, {LOW}:{low:.2f}"] = {"prefill": "static", "keep": f"{LOW}:{low:.4f}"}
-    for name in ("random", "lexical"):
-        ways[f"{name}, 0:{share:.2f}"] = {"prefill": name, "keep": f"0:{share:.4f}"}
-    return ways
+    def questions(self, half: str, seed: int) -> list[Prompt]:
+        """Return questions of a half of the rows, in an order that is drawn."""
+        rows = _rows(self.source)["AB".index(half) :: 2]
+        draws, layout = Random(seed), Layout(documents=self.documents)
+        places = draws.sample(range(len(rows)), min(self.count, len(rows)))
+        return [LONG_TASKS[self.task](rows, place, layout, draws) for place in places]
 
 
-def ask(engine: Engine, question: Mapping[str, Any], way: Mapping[str, Any]) -> dict[str, Any]:
+def way_of(text: str) -> dict[str, Any]:
+    """Read NAME or NAME:KEEP."""
+    name, _, keep = text.partition(":")
+    return {} if name == "full" else {"prefill": name, "min_prompt": 1, **({"keep": keep} if keep else {})}
+
+
+@torch.inference_mode()
+def ask(engine: Engine, question: Prompt, way: Mapping[str, Any]) -> dict[str, Any]:
     """Return what one way of reading gives for a question."""
-    prompt = engine.tokenizer.encode_prompt([{"role": "user", "content": question["text"]}], raw=False)
-    gold = engine.tokenizer.encode(question["answers"][0], special=False)
-    options = {"method": "plain", "do_sample": False, **way}
-    [answer] = engine.generate(list(prompt), max_new_tokens=NEW_TOKENS, **options)
-    asked = Options.of({**options, "max_new_tokens": len(gold), "ignore_eos": True, "logprobs": True})
-    request = engine.request(list(prompt), asked)
-    forced = replace(request, processors=(Forced(len(prompt), gold),))
-    result = list(engine.answer(forced, asked))[-1].result
-    assert result is not None
-    assert result.logprobs is not None
-    assert list(result.token_ids) == gold
-    full_passes = (len(prompt) - 1) * engine.model.config.num_layers
+    prompt = list(engine.tokenizer.encode_prompt(question.request, raw=False))
+    gold = list(engine.tokenizer.encode(question.references[0], special=False))
+    new = NEW_TOKENS[question.task or "reading"]
+    options = Options.of({"method": "plain", "do_sample": False, "max_new_tokens": new, **way})
+    session = Session(engine.model, num_slots=1, capacity=len(prompt) + new)
+    started = time.perf_counter()
+    session.admit(engine.request(prompt, options))
+    tokens: list[int] = []
+    nll = first_token_s = passes = 0.0
+    while not session.is_idle:
+        for emitted in session.step():
+            assert emitted.error is None, emitted.error
+            if not tokens:
+                first_token_s = time.perf_counter() - started
+                passes = emitted.stats.num_prompt_layer_passes
+                nll = _nll(engine, session, prompt, gold)
+            tokens += emitted.tokens
+    text = engine.tokenizer.decode([token for token in tokens if token not in engine.tokenizer.eos_ids])
+    full = (len(prompt) - 1) * engine.model.config.num_layers
     return {
-        "nll": -statistics.mean(result.logprobs),
-        "contains": contains(answer.text, question["answers"]),
-        "text": answer.text,
-        "share": answer.stats.num_prompt_layer_passes / full_passes,
-        "first_token_s": answer.stats.first_token_s,
-        "num_prompt_tokens": len(prompt),
+        "nll": round(nll, 5),
+        "contains": contains(text, question.references),
+        "f1": round(max(word_f1(text, reference) for reference in question.references), 4),
+        "share": round(passes / full, 4),
+        "first_token_s": round(first_token_s, 5),
+        "tokens": len(prompt),
+        "answer": text,
     }
 
 
+def _nll(engine: Engine, session: Session, prompt: Sequence[int], gold: Sequence[int]) -> float:
+    """Return the mean negative log-likelihood of a text behind the prompt whose last token was read just now.
+
+    Its rows are written where drafts are, behind what is decided, so decoding goes on as if they had not been there.
+    """
+    gold = gold[:32]
+    places = torch.arange(len(prompt) - 1, len(prompt) - 1 + len(gold))
+    ids = torch.tensor([prompt[-1], *gold[:-1]])
+    step = Step.packed(session.cache, [0] * len(gold), places, places)
+    chances = engine.model.head(engine.model.run(engine.model.embed(ids, step), step)).float().log_softmax(-1)
+    return -float(chances.gather(1, torch.tensor(gold)[:, None]).mean())
+
+
 def measure(
-    engine: Engine, asked: Sequence[Mapping[str, Any]], ways: Mapping[str, Mapping[str, Any]]
-) -> dict[str, list[dict[str, Any]]]:
-    """Ask every question in every way."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-    for number, question in enumerate(asked, 1):
-        for name, way in ways.items():
-            found[name].append(ask(engine, question, way))
-        line = ", ".join(f"{name} {answers[-1]['nll']:.2f}" for name, answers in found.items())
-        print(f"{number}/{len(asked)}: {line}", flush=True)
-    return found
+    engine: Engine,
+    sets: Sequence[QuestionSet],
+    ways: Mapping[str, Mapping[str, Any]],
+    half: str,
+    until: float,
+    found: dict[str, Any],
+) -> None:
+    """Ask every question in every way, the sets in turns, until the time is over.
+
+    Args:
+        engine: the model.
+        sets: of questions.
+        ways: by name; "full" is the first.
+        half: of the rows of each source.
+        until: time of ``time.monotonic`` after which no question is begun.
+        found: by set and way what was found before; questions go on behind those, and answers are added.
+    """
+    asked = {}
+    for each in sets:
+        own = found.setdefault(each.name, {name: [] for name in ways})
+        fits = (one for one in each.questions(half, seed=7) if _num_tokens(engine, one) <= MOST_TOKENS)
+        asked[each.name] = islice(fits, len(own["full"]), None)
+    turn = 0
+    while asked and time.monotonic() < until:
+        for name in list(asked):
+            question = next(asked[name], None)
+            if question is None:
+                del asked[name]
+                continue
+            turn += 1
+            for way in list(ways) if turn % 2 else reversed(list(ways)):
+                found[name][way].append(ask(engine, question, ways[way]))
+            text = found[name]["full"][-1]["answer"]
+            for way in ways:
+                own = found[name][way][-1]
+                own["agrees"] = own["answer"] == text
+            for way in ways:  # texts of a data set stay where they are
+                del found[name][way][-1]["answer"]
+            if time.monotonic() > until:
+                break
+        print(_progress(found), flush=True)
 
 
-def tables(folder: Path) -> str:
-    """Return the table of all committed runs."""
-    parts = []
-    for path in sorted(folder.glob("*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
-        setting, rows = written["setting"], []
-        full = written["answers"]["full"]
-        for name, answers in written["answers"].items():
-            more = paired_bootstrap([one["nll"] for one in answers], [one["nll"] for one in full])
-            rows.append(
-                (
-                    name,
-                    f"{statistics.mean(one['share'] for one in answers):.0%}",
-                    f"{statistics.mean(one['nll'] for one in answers):.3f}",
-                    "" if name == "full" else f"{more.estimate:+.3f} ({more.low:+.3f} to {more.high:+.3f})",
-                    f"{sum(one['contains'] for one in answers)} of {len(answers)}",
-                )
-            )
-        tokens = statistics.mean(one["num_prompt_tokens"] for one in full)
-        parts.append(
-            f"{captions.heading(written['provenance'], setting['kernels'])}; {setting['model']}, {len(full)} questions "
-            f"with {setting['documents']} documents each, {tokens:,.0f} tokens on average."
-        )
-        headings = ("prefill", "layer passes", "NLL of the answer", "more than full (95 %)", "answers that contain it")
-        parts.append(table(headings, rows))
-    return "\n\n".join(parts) or "No run is committed yet."
+def _num_tokens(engine: Engine, question: Prompt) -> int:
+    return len(engine.tokenizer.encode_prompt(question.request, raw=False))
+
+
+def _progress(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) -> str:
+    """Return how much more the references cost in each way so far."""
+    lines = []
+    for name, answers in found.items():
+        full = answers["full"]
+        if full:
+            more = {
+                way: sum(a["nll"] - b["nll"] for a, b in zip(own, full, strict=True)) / len(full)
+                for way, own in answers.items()
+            }
+            lines.append(f"{name} {len(full)}: " + ", ".join(f"{way} {value:+.3f}" for way, value in more.items()))
+    return "; ".join(lines)
 
 
 def main() -> None:
     """Measure and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("questions", type=Path)
-    parser.add_argument("--limit", type=int, default=20)
-    parser.add_argument("--documents", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", action="append", help="a schedule of lazy, beside the other ways at equal passes")
+    parser.add_argument("--set", action="append", required=True, dest="sets", type=QuestionSet.of)
+    parser.add_argument("--way", action="append", default=[], dest="ways")
+    parser.add_argument("--half", choices=("A", "B"), default="B")
+    parser.add_argument("--minutes", type=float, default=10.0, help="no question is begun later")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     engine = vivace.load(asked.model)
-    only_dev = bool(asked.keep)
-    rows = questions(asked.questions, asked.limit, asked.documents, asked.seed, only_dev=only_dev)
-    ways = dict(WAYS)
-    if asked.keep:
-        length = len(engine.tokenizer.encode_prompt([{"role": "user", "content": rows[0]["text"]}], raw=False))
-        ways = {"full": {}}
-        for keep in asked.keep:
-            ways |= beside(engine, keep, length)
-    answers = measure(engine, rows, ways)
+    ways = {name: way_of(name) for name in ("full", *asked.ways)}
+    found: dict[str, Any] = {}
+    if asked.json is not None and asked.json.exists():
+        found = json.loads(asked.json.read_text(encoding="utf-8"))["answers"]
+    short = Prompt("Say a word about rain. " * 60, ("rain",), "multidoc")
+    for way in ways.values():
+        ask(engine, short, way)  # the first reading is not timed
+    with watched_others() as others:
+        measure(engine, asked.sets, ways, asked.half, time.monotonic() + 60 * asked.minutes, found)
     setting = {
         "model": Path(asked.model).name,
         "kernels": engine.kernels.name,
-        "questions": asked.questions.name,
-        "documents": asked.documents,
-        "seed": asked.seed,
+        "half": asked.half,
+        "sets": {each.name: [each.task, each.source.name, each.documents] for each in asked.sets},
+        "others_cpu_share": others.cpu_share,
     }
     if asked.json is not None:
-        written = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "answers": answers}
+        written = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "answers": found}
         asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        asked.json.write_text(json.dumps(written) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
