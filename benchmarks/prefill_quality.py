@@ -5,10 +5,10 @@ FILE its public source, DOCUMENTS how many documents or keys a prompt has, COUNT
 ``--half A`` takes the even rows of each file and ``--half B`` the odd ones: what was taught or chosen on A is reported
 on B. ``--way NAME[:KEEP]`` names a way of reading; ``full`` is always read.
 
-A question is read once in each way, in turns. From that reading come the time to the first token, the greedy answer, and
-the negative log-likelihood of the first reference in nats a token, which is the sensitive figure, and paired. Counted
-are answers that contain a reference, the F1 of their words, and answers that are word for word those of the full
-reading. A set on which the full reading has under ``LEAST`` of the answers carries no claim about answers.
+A question is read once in each way, in turns. From that reading come the time to the first token, the greedy answer,
+and the negative log-likelihood of the first reference in nats a token, which is the sensitive figure, and paired.
+Counted are answers that contain a reference, the F1 of their words, and answers that are word for word those of the
+full reading. A set on which the full reading has under ``LEAST`` of the answers carries no claim about answers.
 
 A FILE that exists already is gone on with: its questions are not asked again, and what is found is added.
 """
