@@ -38,7 +38,7 @@ from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import contains, word_f1
 from vivace.prompts import Prompt
 
-NEW_TOKENS = {"multidoc": 16, "reading": 16, "kv": 40}
+NEW_TOKENS = {"multidoc": 12, "reading": 12, "kv": 40}
 """Tokens of an answer, by task."""
 MOST_TOKENS = 4600
 """Longer prompts are left out."""
