@@ -24,7 +24,7 @@ import torch
 
 import vivace
 from vivace.engine import Engine
-from vivace.evaluate.benchmark import BenchmarkPrompt, Run, run_benchmark, summarise
+from vivace.evaluate.benchmark import BenchmarkPrompt, Run, System, run_benchmark, summarise
 from vivace.evaluate.others import watched_others
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.systems import MethodSystem
@@ -94,6 +94,19 @@ def write_prompts(data: Path, out: Path, count: int) -> None:
     save_prompts(out / "tuned.jsonl", [row for row in tuned if isinstance(row.request, str)])
 
 
+def write_texts(data: Path, out: Path, count: int) -> None:
+    """Write beginnings of texts (encyclopedic paragraphs) and of code (a task and the first half of its solution)."""
+    with gzip.open(data / "wikitext2" / "wiki.valid.raw.txt.gz", "rt", encoding="utf-8") as file:
+        paragraphs = [line.strip() for line in file if len(line.split()) > 100]
+    random.Random("texts").shuffle(paragraphs)
+    prompts = [Prompt(" ".join(text.split()[:60]), (), "text") for text in paragraphs[:count]]
+    for row in _rows(data, "code/mbpp_prompt_train_val")[:count]:
+        lines = row["code"].replace("\r", "").splitlines()
+        begun = "\n".join(lines[: max(1, len(lines) // 2)])
+        prompts.append(Prompt(f"# {row['text']}\n{begun}\n", (), "code"))
+    save_prompts(out, prompts)
+
+
 @dataclass(frozen=True)
 class Drawing:
     """An engine whose answers are drawn at a temperature."""
@@ -134,16 +147,31 @@ def answered(engine: Engine, rows: Sequence[Prompt], tokens: int) -> list[Benchm
 
 def measure(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Return what every method does in every category at every temperature."""
+
+    def systems(temperature: float) -> list[MethodSystem]:
+        one = engine if temperature == 0 else Drawing(engine, temperature)
+        return [MethodSystem(name, one, asked.max_new_tokens) for name in asked.methods]
+
+    return report_of(engine, rows, asked, systems)
+
+
+def report_of(
+    engine: Engine,
+    rows: Sequence[Prompt],
+    asked: argparse.Namespace,
+    systems: Callable[[float], Sequence[System]],
+) -> list[dict[str, Any]]:
+    """Return what the systems for each temperature do in every category, compared with "plain" among them."""
     report = []
     tasks = list(dict.fromkeys(str(row.task) for row in rows))
     for task in tasks:
-        prompts = answered(engine, [row for row in rows if row.task == task][: asked.limit], asked.tokens)
+        prompts = answered(engine, [row for row in rows if row.task == task][: asked.limit], asked.max_new_tokens)
         lengths = [len(prompt.token_ids) for prompt in prompts]
         for temperature in asked.temperatures:
-            one = engine if temperature == 0 else Drawing(engine, temperature)
-            systems = [MethodSystem(name, one, asked.tokens) for name in asked.methods]
             with watched_others() as others:
-                records = run_benchmark(systems, prompts, batch_size=asked.batch, repeats=asked.repeats)
+                records = run_benchmark(
+                    systems(temperature), prompts, batch_size=asked.batch, repeats=asked.repeats, warm_up=1
+                )
             runs = summarise(records, "plain")
             head = {"category": task, "temperature": temperature, "num_prompts": len(prompts), "batch": asked.batch}
             head |= {"prompt_tokens": sum(lengths) / len(lengths), "others_cpu_share": others.cpu_share}
@@ -186,6 +214,10 @@ def main() -> None:
     made.add_argument("data", type=Path)
     made.add_argument("out", type=Path)
     made.add_argument("--count", type=int, default=30, help="prompts of each category")
+    texts = commands.add_parser("texts", help="write a prompt file for a base model: beginnings of texts and of code")
+    texts.add_argument("data", type=Path)
+    texts.add_argument("out", type=Path)
+    texts.add_argument("--count", type=int, default=30, help="prompts of each category")
     run = commands.add_parser("run", help="measure")
     run.add_argument("model", type=Path)
     run.add_argument("prompts", type=Path)
@@ -193,7 +225,7 @@ def main() -> None:
     run.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
     run.add_argument("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 0.7])
     run.add_argument("--limit", type=int, default=30, help="prompts of each category")
-    run.add_argument("--tokens", type=int, default=128)
+    run.add_argument("--tokens", dest="max_new_tokens", type=int, default=128)
     run.add_argument("--batch", type=int, default=1)
     run.add_argument("--repeats", type=int, default=1)
     run.add_argument("--threads", type=int, default=0)
@@ -202,6 +234,9 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.command == "prompts":
         write_prompts(asked.data, asked.out, asked.count)
+        return
+    if asked.command == "texts":
+        write_texts(asked.data, asked.out, asked.count)
         return
     if asked.threads:
         torch.set_num_threads(asked.threads)
@@ -217,7 +252,7 @@ def main() -> None:
             kind: json.loads((folder / "config.json").read_text(encoding="utf-8")) for kind, folder in kinds.items()
         }
         written = {"provenance": origin, "kernels": engine.kernels.name, "threads": torch.get_num_threads()}
-        written |= {"tokens": asked.tokens}
+        written |= {"tokens": asked.max_new_tokens}
         written |= {"model": asked.model.name, "adapters": {kind: plan["plan"] for kind, plan in plans.items()}}
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps({**written, "report": report}, indent=1) + "\n", encoding="utf-8")

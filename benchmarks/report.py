@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    ablation,
     adapter_table,
     bars,
     captions,
@@ -31,6 +32,7 @@ from benchmarks import (
     plots,
     prefill_quality,
     prompt_caches,
+    rivals_own,
     rivals_table,
     screened_tables,
     speed_law,
@@ -130,10 +132,15 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "results": expert_tables.tables(RESULTS / "experts"),
             "sweep": expert_tables.sweep(RESULTS / "sweep" / "experts.json", RESULTS / "experts"),
         },
-        techniques / "multirate.md": {"law": law(everything), "results": technique(everything, "multirate")},
+        techniques / "multirate.md": {
+            "law": law(everything),
+            "results": technique(everything, "multirate"),
+            "ablation": ablation.tables(RESULTS / "ablation" / "shipped.json"),
+        },
         techniques / "low_bit_weights.md": {"bars": bars.tables(RESULTS / "passes"), "formats": bars.formats(QUALITY)},
         techniques / "screened_head.md": {"results": screened_tables.tables(RESULTS / "screened")},
         techniques / "drafting_for_chat.md": {
+            "rivals": rivals_own.tables(RESULTS / "chat_rivals"),
             "results": chat_tables.tables(RESULTS / "chat"),
             "others": chat_tables.beside_others(read_results(RESULTS / "foreign")),
         },

@@ -4,7 +4,8 @@
 of each like ``vivace tune``, and keeps the faster of the two. ``tune`` searches drafts for the weights already in
 ``--runs``, for those that ship and for methods without weights. ``measure`` runs all of them on the given prompts, in
 turns, and writes JSON and a table (``benchmarks.report`` makes one from several files). Methods that need a model of
-their own are compared with plain decoding of that model for their text, and of the base for their speed.
+their own are compared with plain decoding of that model for their text, and of the base for their speed. ``own`` and
+``chat`` train and measure on a chat model's own answers (``rivals_own.py``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import vivace
+from benchmarks import rivals_own
 from benchmarks.rivals_table import tables
 from vivace.checkpoint.files import OWN_DRAFT
 from vivace.cli.app import run
@@ -297,7 +299,7 @@ def _row(
 def main() -> None:
     """Train, tune or measure."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("train", "tune", "measure"))
+    parser.add_argument("what", choices=("train", "tune", "measure", "own", "chat"))
     parser.add_argument("--model")
     parser.add_argument("--runs", type=Path, required=True, help="a folder per kind")
     parser.add_argument("--data", type=Path, action="append", default=[], help="rows to train on, repeatable")
@@ -310,7 +312,16 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--answers", type=Path, help="own: the file of a model's own answers that all learn from")
+    parser.add_argument("--tuning", type=Path, help="chat: prompts to choose plans with")
     given = parser.parse_args()
+    if given.what == "own":
+        rivals_own.train_equally(given.model, given.answers, given.runs, given.minutes, given.kinds or ())
+        return
+    if given.what == "chat":
+        given.temperatures, given.batch = [0.0], 1
+        _write(given.json, rivals_own.measure(given))
+        return
     if given.what == "train":
         train(given)
         return

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.guesses.listening import Ears, Proposal
+from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.methods.eagle.drafter import EagleLayer
@@ -172,7 +173,7 @@ class OfHeads(OfLevels):
 
     def logits(self, path: Path, row: Tensor) -> Tensor:
         heads: MedusaHeads = self.objective.heads
-        return heads.logits(len(path), row[None], self.model)[0]
+        return heads.logits(len(path), row[None], DraftHead(self.model))[0]
 
 
 def longest(paths: Mapping[Path, Any]) -> list[Path]:

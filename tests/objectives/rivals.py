@@ -17,6 +17,7 @@ from tests.objectives.naive import (
     residuals_of,
     smooth_distance,
 )
+from vivace.core.draft_head import DraftHead
 from vivace.core.seams import Draft
 from vivace.core.step import Step
 from vivace.decode.forward import ForwardPass
@@ -56,7 +57,7 @@ def medusa(*, own_output: bool = True) -> Case:
             for place in range(3):  # head 0 says what follows the token after the next position
                 later = at + 1 + place
                 if learns(text, later):
-                    guess = heads.logits(place, model.norm(top[at : at + 1]), model)[0]
+                    guess = heads.logits(place, model.norm(top[at : at + 1]), DraftHead(model))[0]
                     token = int(BATCH.tokens[text, later + 1])
                     total += 0.8**place * rival_loss(head(model, top[later]), guess, token)
         return total / COUNT

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.train.tiny import tiny_decoder
 from vivace.core.config import MoeConfig
+from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.errors import ConfigError
@@ -58,7 +59,7 @@ def test_the_frozen_pass_keeps_what_was_asked_for_and_no_graph(depths: tuple[int
     keys, _ = frozen.step.memory.stored(3)
     assert keys.shape[2] == TOKENS.shape[1], "readers find the keys and values of the whole text"
     rows = torch.tensor([1, 7])
-    logits = frozen.logits(model, rows)
+    logits = frozen.logits(DraftHead(model), rows)
     assert not logits.requires_grad
     with torch.no_grad():
         assert torch.equal(logits, model.head(expected[-1][rows]))

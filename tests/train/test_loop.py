@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -208,3 +209,24 @@ def test_lines_say_where_a_run_stands() -> None:
     assert "step 20" in said[1]
     assert "1234 tokens/s" in said[1]
     assert "best so far" in said[2]
+
+
+def test_minutes_may_be_those_of_processors(
+    tokenizer: Tokenizer, model: Decoder, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that waits, or that others keep from running, has used none of them."""
+    began = time.monotonic()
+    ahead = iter(range(10**6))
+    monkeypatch.setattr(time, "monotonic", lambda: began + 60.0 * next(ahead))  # an hour passes within a few steps
+    monkeypatch.setattr(time, "process_time", lambda: float(next(ahead)))
+    loop = LoopConfig(minutes=1.0, clock="processor", warmup_steps=0)
+    done = fit(
+        model,
+        NextToken(model),
+        DataSplit(batches(tokenizer)),
+        TrainConfig(loop, OptimiserConfig()),
+        folder=folder,
+        report=Kept(),
+    )
+    assert 5 <= done.progress.step <= 60
+    assert done.progress.elapsed_s <= 70

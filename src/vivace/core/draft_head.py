@@ -73,7 +73,13 @@ class DraftHead:
 
     def scores(self, x: Tensor) -> Tensor:
         """Return the logits (n, V) float32 of normed residuals (n, E), before a softcap, which keeps their order."""
-        return self._spread(self._read(x).float())
+        return self._spread(self.scores_among(x))
+
+    def scores_among(self, x: Tensor) -> Tensor:
+        """Return the logits of the tokens that may be guessed alone, (n, E) normed -> (n, ``num_rows``) float32, before
+        a softcap.
+        """
+        return self._read(x).float()
 
     @property
     def num_rows(self) -> int:

@@ -53,9 +53,9 @@ class Stored:
     """Whether weights stay in float32 on a model of fewer bits."""
     default_config: Callable[[ModelConfig], Any] | None = None
     """Config of a method without weights, for when none is stored."""
-    objective: Callable[[Any, Any], Any] | None = None
-    """(weights, loss settings) -> the training objective on a frozen model, for methods that the common
-    recipe trains."""
+    objective: Callable[[Any, Any, DraftHead | None], Any] | None = None
+    """(weights, loss settings, what reads guesses) -> the training objective on a frozen model, for methods that
+    the common recipe trains."""
     loss: type[Any] | None = None
     """Settings of that objective, a frozen dataclass; None stands for plain distillation."""
     trained_config: Callable[[], Any] | None = None

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.kernels.coded import PaletteCodes
@@ -134,7 +135,7 @@ class PaletteObjective(DecoderObjective):
         step = Step.dense(*batch.tokens.shape, device=batch.tokens.device)
         h = self.student.embed(batch.tokens.reshape(-1), step)
         top = self.student.run(h, step, 0, len(self.student.layers))
-        yield from guess_losses(self.loss, model, self.student, frozen, batch, top)
+        yield from guess_losses(self.loss, DraftHead(model), self.student.head, frozen, batch, top)
 
     def updated(self) -> None:
         """Lower the temperature."""

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from vivace.checkpoint.adapters import save_adapter
-from vivace.checkpoint.draft_vocabulary import ranked, save_vocabulary
+from vivace.checkpoint.draft_vocabulary import first_of, ranked, save_vocabulary
+from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.engine import Engine
 from vivace.errors import ConfigError, UnsupportedError
@@ -235,6 +236,10 @@ class TrainContext:
         rows = self._rows().encode(self.train)
         answers = (row.tokens[row.num_prompt :] for row in rows)
         return ranked(answers, self.engine.tokenizer.eos_ids, self.engine.model.config.vocab_size)
+
+    def draft_head(self, size: int) -> DraftHead | None:
+        """Return what reads the ``size`` most frequent tokens, which alone are learnt to be guessed; None for 0."""
+        return DraftHead(self.engine.model, first_of(self.frequent(), size)) if size else None
 
     def _rows(self) -> Rows:
         """Return what encodes pairs for the frozen decoder, on its device."""

@@ -20,7 +20,8 @@ class MethodRecipe(FrozenRecipe):
     loss: Any
     """Settings of the method's objective."""
     plan: Any
-    """How decoding drafts with the weights, saved with them."""
+    """How decoding drafts with the weights, saved with them. Where it names a size of the draft vocabulary, only so
+    many tokens are learnt to be guessed."""
     tokens_per_batch: int = 2048
 
     def begin(self, context: TrainContext) -> MethodTraining:
@@ -55,7 +56,7 @@ class MethodTraining(Trainable):
         self.weights = weights
         objective = stored_of(recipe.kind).objective
         assert objective is not None, f"{recipe.kind} has no objective of its own"
-        self.objective = objective(weights, recipe.loss)
+        self.objective = objective(weights, recipe.loss, context.draft_head(recipe.plan.vocabulary))
         self.depth = weights.depth
 
     def finish(self) -> TrainedAdapter:

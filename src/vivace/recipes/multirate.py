@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from vivace.checkpoint.draft_vocabulary import first_of
-from vivace.core.draft_head import DraftHead
 from vivace.decode.shallow import DraftPlan
 from vivace.methods.multirate.config import MultirateConfig
 from vivace.methods.multirate.objective import MultirateLoss, MultirateObjective
@@ -56,10 +54,7 @@ class AcceleratorTraining(Trainable):
         super().__init__(context)
         self.recipe = recipe
         self.accelerator = accelerator
-        head, size = None, recipe.plan.vocabulary
-        if size:
-            head = DraftHead(context.engine.model, first_of(context.frequent(), size))
-        self.objective = MultirateObjective(accelerator, recipe.loss, head)
+        self.objective = MultirateObjective(accelerator, recipe.loss, context.draft_head(recipe.plan.vocabulary))
         self.depth = accelerator.config.exit_layer
 
     def finish(self) -> TrainedAdapter:

@@ -53,7 +53,8 @@ class MultistreamRecipe(FrozenRecipe):
                 )
             streams.take_over(Streams(known, model), tensors)
         streams.to(context.engine.model.device)
-        return StreamTraining(self.plan, MultistreamObjective(streams, self.loss), context)
+        head = context.draft_head(self.plan.vocabulary)
+        return StreamTraining(self.plan, MultistreamObjective(streams, self.loss, head), context)
 
 
 class StreamTraining(Trainable):

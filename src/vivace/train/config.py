@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from vivace.errors import ConfigError
 from vivace.train.optim import OptimiserConfig
@@ -15,7 +16,10 @@ class LoopConfig:
     steps: int | None = None
     """Budget in optimiser steps; a run with this kind of budget resumes to the same bits."""
     minutes: float | None = None
-    """Budget in minutes of wall-clock time instead, including the time before an interruption."""
+    """Budget in minutes instead, including the time before an interruption."""
+    clock: Literal["wall", "processor"] = "wall"
+    """What minutes are: those of the clock, or those that processors spend on this process. The latter make trainings
+    comparable that share a machine with other work."""
     warmup_steps: int = 100
     hold: float = 0.4
     """Share of the budget during which the learning rate stays at its full value; it then falls linearly to zero."""

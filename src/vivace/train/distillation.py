@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vivace.core.draft_head import NOT_AMONG
+from vivace.core.draft_head import NOT_AMONG, DraftHead
 from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.errors import ConfigError
@@ -91,9 +91,9 @@ class FrozenPass:
         return self.residuals[max(self.residuals)]
 
     @torch.no_grad()
-    def logits(self, model: Decoder, rows: Tensor) -> Tensor:
-        """Return the frozen decoder's logits at the given rows, (n,) -> (n, V) float32."""
-        return model.head(self.final[rows])
+    def logits(self, head: DraftHead, rows: Tensor) -> Tensor:
+        """Return the frozen decoder's logits of the tokens that ``head`` reads, (n,) -> (n, ``num_rows``) float32."""
+        return head.among(self.final[rows])
 
 
 class Cut:
@@ -231,14 +231,19 @@ class AlignedLoss(DistillationLoss):
 
 
 def guess_losses(
-    loss: DistillationLoss, model: Decoder, speaker: Decoder, frozen: FrozenPass, batch: TokenBatch, top: Tensor
+    loss: DistillationLoss,
+    head: DraftHead,
+    read: Callable[[Tensor], Tensor],
+    frozen: FrozenPass,
+    batch: TokenBatch,
+    top: Tensor,
 ) -> LossParts:
     """Yield the loss of one guess at every scored position, in parts.
 
     Args:
         loss: weights of the terms.
-        model: the frozen decoder.
-        speaker: the decoder whose head turns the guesses into logits.
+        head: reads the frozen decoder's logits of the tokens that may be guessed.
+        read: turns residuals of guesses into logits of these tokens.
         frozen: the frozen decoder's pass over the batch.
         batch: the tokens, and which of them are scored.
         top: (B * T, E) residuals of the guesses, with gradients.
@@ -246,8 +251,8 @@ def guess_losses(
     rows, targets = batch.predicting, batch.targets
 
     def part_of(h: Tensor, part: slice) -> LossPart:
-        compared = loss.of(speaker.head(h), frozen.logits(model, rows[part]), targets[part])
+        compared = loss.of(read(h), frozen.logits(head, rows[part]), head.places(targets[part]))
         share = 1 / len(rows)
         return compared.loss * share, {"agreement": float(compared.agreed) * share}
 
-    yield from head_in_parts(top[rows], rows_at_once(loss.rows, model.config.vocab_size), part_of)
+    yield from head_in_parts(top[rows], rows_at_once(loss.rows, head.num_rows), part_of)

@@ -96,7 +96,8 @@ class _Run(Generic[M, B]):
         self.batches = data.train.start_at(self.progress.place)
         self.held_back: dict[str, float] = {}
         self.window = _Window()
-        self.began = self.saved = time.monotonic()
+        self._now: Callable[[], float] = time.process_time if config.loop.clock == "processor" else time.monotonic
+        self.began, self.saved = self._now(), time.monotonic()
 
     def resume(self) -> None:
         """Continue from the folder's snapshot if there is one."""
@@ -105,11 +106,11 @@ class _Run(Generic[M, B]):
             self.progress = found
             self.batches = self.data.train.start_at(found.place)
             self.report.note(f"resumed after step {found.step} of {self.folder}")
-        self.began = time.monotonic() - self.progress.elapsed_s
+        self.began = self._now() - self.progress.elapsed_s
 
     def spent(self) -> float:
         """Return the share of the budget that has been used."""
-        return self.config.loop.spent(self.progress.step, time.monotonic() - self.began)
+        return self.config.loop.spent(self.progress.step, self._now() - self.began)
 
     def step(self) -> None:
         """Update the parameters once; report, evaluate and write a snapshot where one is due."""
@@ -127,7 +128,7 @@ class _Run(Generic[M, B]):
             self.optimiser.clip(loop.clip)
         self.optimiser.update(factor)
         self.objective.updated()
-        elapsed = time.monotonic() - self.began
+        elapsed = self._now() - self.began
         self.progress = replace(self.progress, step=self.progress.step + 1, elapsed_s=elapsed)
         self._tell(spent, factor)
         if self.data.held_back and self.progress.step % loop.evaluate_steps == 0:
@@ -208,7 +209,7 @@ class _Run(Generic[M, B]):
             self.report.note(f"kept the parameters of step {self.progress.best_step}, the best on held-back rows")
 
     def _save(self) -> None:
-        elapsed = time.monotonic() - self.began
+        elapsed = self._now() - self.began
         self.progress = replace(self.progress, elapsed_s=elapsed)
         save_snapshot(self.folder, self.progress, self.optimiser.state(), self.objective, self.config.plan)
         self.saved = time.monotonic()

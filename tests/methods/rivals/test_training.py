@@ -36,6 +36,7 @@ RECIPES: dict[str, MethodRecipe] = {
     "eagle": method_recipe("eagle")(**SETTINGS, plan=DraftPlan((2, 1))),
     "deed": method_recipe("deed")(**SETTINGS, adapter=ExitConfig(2, 8), plan=DraftPlan.chain(3)),
     "uno": method_recipe("uno")(**SETTINGS, adapter=UnoConfig(4, 4), plan=TreePlan((1, 1, 1))),
+    "uno of few tokens": method_recipe("uno")(**SETTINGS, adapter=UnoConfig(4, 4), plan=TreePlan((1,), vocabulary=20)),
 }
 
 
@@ -50,7 +51,7 @@ def batch(engine: vivace.Engine) -> TokenBatch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("kind", ["medusa", "eagle", "deed", "uno"])
 def test_a_trained_rival_decodes_the_same_text(checkpoint: Path, tmp_path: Path, kind: str) -> None:
     runs = train_beside(
         RECIPES[kind], vivace.load(checkpoint, kernels="torch"), WORDS, tmp_path / kind, Lines(lambda _: None)
@@ -121,6 +122,23 @@ def test_a_trained_draft_model_is_a_checkpoint_that_drafts(checkpoint: Path, tmp
     assert [run.method for run in runs] == ["plain", "draft"]
     assert all(run.identical for run in runs)
     assert vivace.load(tmp_path / "small").model.config.num_layers == 1
+
+
+def test_a_draft_model_may_start_as_layers_of_the_base(checkpoint: Path, tmp_path: Path) -> None:
+    base = vivace.load(checkpoint, kernels="torch")
+    shape = ShapeConfig(num_layers=1, width=16, ffn_width=16, num_heads=2, num_kv_heads=1, head_dim=8)
+    recipe = DraftRecipe(**SETTINGS, shape=shape, layers=(0, 1, 3))
+    trainee = recipe.begin(TrainContext.of(recipe, base, WORDS, tmp_path, Lines(lambda _: None)))
+    begun = trainee.student.state_dict()
+    assert torch.equal(begun["embedding"], base.model.embedding)
+    for place, layer in enumerate((0, 1, 3)):
+        for name, value in base.model.layers[layer].state_dict().items():
+            assert torch.equal(begun[f"layers.{place}.{name}"], value)
+    runs = train_beside(recipe, base, WORDS, tmp_path / "cut", Lines(lambda _: None))
+    assert all(run.identical for run in runs)
+    assert vivace.load(tmp_path / "cut").model.config.num_layers == 3
+    with pytest.raises(ConfigError, match="layers must rise and lie below 4"):
+        train_beside(replace(recipe, layers=(1, 4)), base, WORDS, tmp_path / "wrong", Lines(lambda _: None))
 
 
 def test_an_exit_with_nothing_to_train_is_refused(checkpoint: Path, tmp_path: Path) -> None:

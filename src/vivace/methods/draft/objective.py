@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.train.data import DecoderObjective, TokenBatch
@@ -26,4 +27,5 @@ class StudentObjective(DecoderObjective):
         """Yield the loss of the small decoder on the same text, with its own head."""
         step = Step.dense(*batch.tokens.shape, device=batch.tokens.device)
         top = self.student.run(self.student.embed(batch.tokens.reshape(-1), step), step)
-        yield from guess_losses(self.loss, model, self.student, FrozenPass.of(model, batch.tokens), batch, top)
+        frozen = FrozenPass.of(model, batch.tokens)
+        yield from guess_losses(self.loss, DraftHead(model), self.student.head, frozen, batch, top)

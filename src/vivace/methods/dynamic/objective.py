@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError
 from vivace.methods.dynamic.gates import GatedAccelerator
@@ -71,7 +72,7 @@ class GatesObjective(DecoderObjective):
             gates.append(self.accelerator.at_gate(gate, trail[rows, -1]))
         cut = Cut(*gates)
         for part in slices(len(rows), rows_at_once(self.loss.rows, model.config.vocab_size)):
-            truth = frozen.logits(model, rows[part])
+            truth = frozen.logits(DraftHead(model), rows[part])
             total, seen = cut.copies[0].new_zeros(()), {}
             for gate, p in enumerate(cut.copies):
                 aim = frozen.residuals[config.target(gate, model.config.num_layers)][rows[part]]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.errors import ConfigError
@@ -36,9 +37,11 @@ class EagleLoss(DistillationLoss):
 class EagleObjective(DecoderObjective):
     """Trains a feature drafter on a frozen model."""
 
-    def __init__(self, layer: EagleLayer, loss: EagleLoss) -> None:
+    def __init__(self, layer: EagleLayer, loss: EagleLoss, head: DraftHead | None = None) -> None:
+        """Train ``layer`` to guess the tokens that ``head`` reads; None is all of them."""
         self.layer = layer
         self.loss = loss
+        self.head = head
 
     def groups(self) -> Sequence[Mapping[str, object]]:
         """Return all weights of the layer, without weight decay."""
@@ -55,13 +58,14 @@ class EagleObjective(DecoderObjective):
             before = before + (torch.rand_like(before) - 0.5) * (2 * self.loss.noise)
         own = Step.dense(*batch.tokens.shape, device=x.device)
         top = self.layer(before, frozen.embedded, own)[rows]
+        head = self.head or DraftHead(model)
 
         def part_of(g: Tensor, part: slice) -> LossPart:
-            compared = self.loss.of(model.head(g), frozen.logits(model, rows[part]), targets[part])
+            compared = self.loss.of(head.among(g), frozen.logits(head, rows[part]), head.places(targets[part]))
             aim, width = x[rows[part]].float(), x.shape[1]
             distance = F.smooth_l1_loss(model.norm(g).float(), aim, reduction="sum") / width
             share = 1 / len(rows)
             seen = {"agreement": float(compared.agreed) * share, "distance": float(distance.detach()) * share}
             return (compared.loss + self.loss.regression * distance) * share, seen
 
-        yield from head_in_parts(top, rows_at_once(self.loss.rows, model.config.vocab_size), part_of)
+        yield from head_in_parts(top, rows_at_once(self.loss.rows, head.num_rows), part_of)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError
 from vivace.methods.early_exit.drafter import Exit
@@ -18,11 +19,17 @@ from vivace.train.objective import LossParts
 class ExitObjective(DecoderObjective):
     """Trains the adaptation module of an exit of a frozen model."""
 
-    def __init__(self, exit_: Exit, loss: DistillationLoss) -> None:
+    def __init__(self, exit_: Exit, loss: DistillationLoss, head: DraftHead | None = None) -> None:
+        """Train the module of ``exit_`` to guess the tokens that ``head`` reads; None is all of them.
+
+        Raises:
+            ConfigError: the exit has no module.
+        """
         if not exit_.config.bottleneck:
             raise ConfigError("an exit without an adaptation module has nothing to train; set adapter.bottleneck")
         self.exit = exit_
         self.loss = loss
+        self.head = head
 
     def groups(self) -> Sequence[Mapping[str, object]]:
         """Return all weights of the module, without weight decay."""
@@ -35,4 +42,5 @@ class ExitObjective(DecoderObjective):
         deltas = self.exit.deltas(torch.zeros_like(frozen.step.slot))
         reading = replace(frozen.step, num_write=0, num_feed=frozen.step.num_rows, deltas=(deltas,))
         top = self.exit.at_exit(model.run(frozen.residuals[exit_layer - 1], reading, exit_layer - 1, exit_layer))
-        yield from guess_losses(self.loss, model, model, frozen, batch, top)
+        head = self.head or DraftHead(model)
+        yield from guess_losses(self.loss, head, head.among, frozen, batch, top)

@@ -66,12 +66,15 @@ class MedusaHeads(Trained):
         if self.output is not None:
             self.output.copy_(model.embedding if model.lm_head is None else model.lm_head.get_parameter("weight"))
 
-    def logits(self, head: int, x: Tensor, model: Decoder) -> Tensor:
-        """Return the logits of one head for normed residuals, (n, E) -> (n, V) float32, with gradients."""
+    def logits(self, head: int, x: Tensor, read: DraftHead) -> Tensor:
+        """Return the logits of one head for normed residuals, with gradients: those of the tokens that ``read`` reads,
+        (n, E) -> (n, ``num_rows``) float32.
+        """
         inner = x + F.silu(F.linear(x, self.mix[head]))
         if self.output is not None:
-            return F.linear(inner, self.output[head]).float()
-        return DraftHead(model).scores(inner)
+            own = self.output[head] if read.ids is None else self.output[head, read.ids]
+            return F.linear(inner, own).float()
+        return read.scores_among(inner)
 
 
 class Medusa(OwnsNoCache):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError
 from vivace.methods.medusa.drafter import MedusaHeads
@@ -37,9 +38,11 @@ class MedusaLoss(DistillationLoss):
 class MedusaObjective(DecoderObjective):
     """Trains heads on a frozen model."""
 
-    def __init__(self, heads: MedusaHeads, loss: MedusaLoss) -> None:
+    def __init__(self, heads: MedusaHeads, loss: MedusaLoss, head: DraftHead | None = None) -> None:
+        """Train ``heads`` to guess the tokens that ``head`` reads; None is all of them."""
         self.heads = heads
         self.loss = loss
+        self.head = head
 
     def groups(self) -> Sequence[Mapping[str, object]]:
         """Return all weights of the heads; output matrices start from the model's own and have a lower
@@ -59,12 +62,13 @@ class MedusaObjective(DecoderObjective):
         length = batch.tokens.shape[1]
         target_of = torch.zeros(len(scored), dtype=torch.int64, device=scored.device)
         target_of[rows] = targets
+        read = self.head or DraftHead(model)
         for head in range(self.heads.config.heads):
             heard = rows + head + 1  # rows whose next token this head guesses
             inside = (rows % length + head + 1 < length) & scored[heard.clamp(max=len(scored) - 1)]
-            for part in torch.split(inside.nonzero()[:, 0], rows_at_once(self.loss.rows, model.config.vocab_size)):
-                truth = frozen.logits(model, heard[part])
-                guess = self.heads.logits(head, x[rows[part]], model)
-                compared, share = self.loss.of(guess, truth, target_of[heard[part]]), 1 / len(rows)
+            for part in torch.split(inside.nonzero()[:, 0], rows_at_once(self.loss.rows, read.num_rows)):
+                truth = frozen.logits(read, heard[part])
+                guess = self.heads.logits(head, x[rows[part]], read)
+                compared, share = self.loss.of(guess, truth, read.places(target_of[heard[part]])), 1 / len(rows)
                 seen = {f"head {head + 1}": float(compared.agreed) * share}
                 yield compared.loss * self.loss.decay**head * share, seen

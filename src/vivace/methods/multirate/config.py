@@ -22,7 +22,8 @@ class MultirateConfig:
     rank: int = 32
     """Rank of the query and output deltas; 0 has none."""
     bottleneck: int = 256
-    """Width of the silu bottleneck beside (``delta``) or instead of (``lite``) the feed-forward."""
+    """Width of the silu bottleneck beside (``delta``) or instead of (``lite``) the feed-forward; 0 has none, and with a
+    rank of 0 and no feedback nor reach the draft is then a plain early exit."""
     feedback: bool = False
     """Whether it starts from the embedding plus a projection of the last verified position's final residual. This is
     ours, not the paper's: it informs the shallow stream of what the whole model computed a few tokens ago."""
@@ -36,8 +37,10 @@ class MultirateConfig:
             raise ConfigError(f"exit_layer must be at least 1, found {self.exit_layer}")
         if self.mode not in ("delta", "lite"):
             raise ConfigError(f"mode must be delta or lite, found {self.mode!r}")
-        if self.rank < 0 or self.bottleneck < 1:
-            raise ConfigError(f"rank must be >= 0 and bottleneck >= 1, found {self.rank} and {self.bottleneck}")
+        if self.rank < 0 or self.bottleneck < (self.mode == "lite"):
+            raise ConfigError(
+                f"rank must be >= 0 and bottleneck >= 0, in lite >= 1, found {self.rank} and {self.bottleneck}"
+            )
 
         if len(self.reach) > self.exit_layer or min(self.reach, default=0) < 0:
             raise ConfigError(

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.core.branches import Heard, Places, branch_call, places_of, run_branches
+from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.errors import ConfigError
@@ -68,9 +69,11 @@ class MainStream:
 class MultistreamObjective(DecoderObjective):
     """Trains streams; the decoder is not changed."""
 
-    def __init__(self, streams: Streams, loss: MultistreamLoss) -> None:
+    def __init__(self, streams: Streams, loss: MultistreamLoss, head: DraftHead | None = None) -> None:
+        """Train ``streams`` to guess the tokens that ``head`` reads; None is all of them. The pruner reads all."""
         self.streams = streams
         self.loss = loss
+        self.head = head
 
     def groups(self) -> Sequence[Mapping[str, object]]:
         """Return the weights without decay; embeddings have five times the learning rate."""
@@ -84,9 +87,9 @@ class MultistreamObjective(DecoderObjective):
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Yield the streams' loss in chunks of positions that add up to the mean, then the pruner's."""
         main = self._main_stream(model, batch.tokens)
-        total = len(batch.predicting)
-        for places in places_of(batch.scored, rows_at_once(self.loss.rows, model.config.vocab_size)):
-            yield self._chunk(model, batch, main, places, total)
+        total, head = len(batch.predicting), self.head or DraftHead(model)
+        for places in places_of(batch.scored, rows_at_once(self.loss.rows, head.num_rows)):
+            yield self._chunk(head, batch, main, places, total)
         yield from self._pruned(model, batch, main)
 
     def _pruned(self, model: Decoder, batch: TokenBatch, main: MainStream) -> LossParts:
@@ -106,16 +109,16 @@ class MultistreamObjective(DecoderObjective):
         known = known_in_text(model, tokens, frozen.final) if self.streams.config.feedback else None
         return MainStream(entering, final, frozen.step, known)
 
-    def _chunk(self, model: Decoder, batch: TokenBatch, main: MainStream, places: Places, total: int) -> LossPart:
+    def _chunk(self, head: DraftHead, batch: TokenBatch, main: MainStream, places: Places, total: int) -> LossPart:
         """Return the loss of the streams of some positions, as their share of the batch's mean."""
-        hidden = run_streams(model, self.streams, main.entering, main.memory, places, main.known)
+        hidden = run_streams(head.model, self.streams, main.entering, main.memory, places, main.known)
         heard = Heard.of(places, hidden.shape[1], batch.scored)
         with torch.no_grad():
-            truth = model.head(main.final[heard.text, heard.position])
+            truth = head.among(main.final[heard.text, heard.position])
             wanted = torch.softmax(truth, -1).mul_(1 - self.loss.hard)
-            targets = batch.tokens[heard.text, heard.position + 1][:, None]
-            wanted.scatter_add_(1, targets, torch.full_like(targets, self.loss.hard, dtype=wanted.dtype))
-        guess = model.head(hidden[heard.scored])
+            targets = head.places(batch.tokens[heard.text, heard.position + 1])[:, None]
+            wanted.scatter_add_(1, targets.clamp(min=0), self.loss.hard * (targets >= 0).to(wanted.dtype))
+        guess = head.among(hidden[heard.scored])
         loss = (self.loss.decay**heard.level * F.cross_entropy(guess, wanted, reduction="none")).sum() / total
         return loss, heard.agreement(guess.detach(), truth, total, "stream")
 

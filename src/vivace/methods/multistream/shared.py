@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vivace.core.branches import places_of
 from vivace.core.config import ModelConfig
+from vivace.core.draft_head import DraftHead
 from vivace.core.layers import FeedForward, Linear
 from vivace.core.low_rank import PROJECTIONS, LowRank, LowRankDeltas, site_shapes
 from vivace.core.model import Decoder, Layer
@@ -140,7 +141,7 @@ class SharedObjective(MultistreamObjective):
         yield from self._next_token(model, batch, main)
         if self.alpha:
             for places in places_of(batch.scored, rows_at_once(self.loss.rows, model.config.vocab_size)):
-                loss, seen = self._chunk(model, batch, main, places, len(batch.predicting))
+                loss, seen = self._chunk(DraftHead(model), batch, main, places, len(batch.predicting))
                 yield self.alpha * loss, seen
         yield from self._pruned(model, batch, replace(main, entering=main.entering.detach()))
         yield from cut.rest()

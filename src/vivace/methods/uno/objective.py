@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from vivace.core.branches import Heard, Places, branch_call, places_of, run_branches
+from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError
 from vivace.methods.uno.drafter import UnoDeltas
@@ -37,9 +38,11 @@ class UnoLoss(DistillationLoss):
 class UnoObjective(DecoderObjective):
     """Trains the deltas with which a frozen model drafts a block."""
 
-    def __init__(self, weights: UnoDeltas, loss: UnoLoss) -> None:
+    def __init__(self, weights: UnoDeltas, loss: UnoLoss, head: DraftHead | None = None) -> None:
+        """Train ``weights`` to guess the tokens that ``head`` reads; None is all of them."""
         self.weights = weights
         self.loss = loss
+        self.head = head
 
     def groups(self) -> Sequence[Mapping[str, object]]:
         """Return the weights without decay; the noise has five times the learning rate."""
@@ -59,18 +62,20 @@ class UnoObjective(DecoderObjective):
         carrying = teaches & (drawn < self.loss.blocks / max(1, int(teaches.sum())))
         carrying = carrying if bool(carrying[:, 1:].any()) else batch.scored
         total, count = int(carrying[:, 1:].sum()), self.weights.config.block - 1
-        for places in places_of(carrying, max(1, rows_at_once(self.loss.rows, model.config.vocab_size) // count)):
-            yield self._part(model, batch, frozen, places, total)
+        head = self.head or DraftHead(model)
+        for places in places_of(carrying, max(1, rows_at_once(self.loss.rows, head.num_rows) // count)):
+            yield self._part(head, batch, frozen, places, total)
 
-    def _part(self, model: Decoder, batch: TokenBatch, frozen: FrozenPass, places: Places, total: int) -> LossPart:
+    def _part(self, head: DraftHead, batch: TokenBatch, frozen: FrozenPass, places: Places, total: int) -> LossPart:
+        model = head.model
         count, length = self.weights.config.block - 1, batch.tokens.shape[1]
         call = branch_call(places, count, self.weights.deltas)
         with torch.no_grad():
             zeros = model.embed(torch.zeros_like(call.slot), call)
         top = run_branches(model, self.weights.disturbed(zeros), call, frozen.step, places)
         heard = Heard.of(places, count, batch.scored)
-        truth = frozen.logits(model, heard.text * length + heard.position)
-        guess, targets = model.head(top[heard.scored]), batch.tokens[heard.text, heard.position + 1]
+        truth = frozen.logits(head, heard.text * length + heard.position)
+        guess, targets = head.among(top[heard.scored]), head.places(batch.tokens[heard.text, heard.position + 1])
         loss = guess.sum() * 0.0
         for level in range(count):
             rows = heard.level == level

@@ -1,0 +1,215 @@
+"""Rivals trained on one shared file of a model's own answers, for equal processor time (``rivals own`` and ``chat``).
+
+Every system gets the same prompts, the same answers, the same draft vocabulary, the same batches and the same minutes.
+Minutes are those that processors spend on the training (``loop.clock=processor``), so that trainings may follow each
+other on a machine that does other work meanwhile. A killed series goes on where it was: a system whose weights exist is
+passed over, and a training that was begun continues from its snapshot.
+
+Measuring first chooses a plan for each system on prompts for tuning, among as many candidates for each, and then lets
+all of them answer the prompts of each category in turns, beside methods that need no training. What ``auto``, lookup
+and quantized drafts do is measured on a model beside which no other weights lie, as a user would have it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+import vivace
+from benchmarks import captions
+from benchmarks.chat_drafts import answered, means, report_of
+from tools.blocks import table
+from vivace.cli.app import run
+from vivace.decode.shallow import DraftPlan
+from vivace.engine import Engine
+from vivace.evaluate.benchmark import BenchmarkPrompt, Trial, run_benchmark, summarise
+from vivace.evaluate.provenance import provenance
+from vivace.evaluate.systems import MethodSystem
+from vivace.methods.composition import plan_of
+from vivace.methods.spec import Plan
+from vivace.prompts import load_prompts
+from vivace.train.resume import read_state
+from vivace.tuning import planned
+
+SYSTEMS: Mapping[str, tuple[str, ...]] = {
+    "multirate": ("adapter.exit_layer=6", "find_reach=4", "plan.widths=[1,1,1]", "plan.weights=q4"),
+    "deed": ("adapter.exit_layer=6", "plan.widths=[1,1,1]", "plan.weights=q4"),
+    "medusa": ("adapter.own_output=false", "plan.widths=[1,1,1]"),
+    "eagle": ("plan.widths=[1,1,1]",),
+    "uno": ("adapter.block=4", "plan.widths=[1,1,1]"),
+    "draft": ("layers=[0,1,2,29]",),
+    "multistream": ("adapter.insertion_layer=22", "adapter.pruner_rank=0", "plan.widths=[1,1,1]"),
+    "multistream-every": (
+        *("adapter.insertion_layer=22", "adapter.pruner_rank=0", "adapter.feedback=false"),
+        *("plan.attach=every", "plan.widths=[1,1,1]"),
+    ),
+}
+"""Systems in the order of their training, and what each changes in its recipe for a model of thirty layers and 49,152
+tokens: output matrices for each head of Medusa would be as many weights as the whole model; streams that enter low, or
+a pruner that reads the whole head, would learn from a third of the text in the same time."""
+FREE = ("lookup", "lookahead", "quantized", "quantized+lookup", "auto")
+"""Methods that are measured beside; ``quantized`` has weights that are rounded, not trained."""
+VOCABULARY = 8192
+"""Tokens of the draft vocabulary that every system learns to guess; a draft model reads its own head."""
+SHARED = (
+    "own_tokens=1",
+    "loop.clock=processor",
+    "loop.warmup_steps=10",
+    "loop.evaluate_steps=100000",
+    "loop.snapshot_s=60",
+    "tokens_per_batch=512",
+    "held_back=8",
+)
+"""Changes to every recipe; the answers are all there, so none is written."""
+FACTS = "training.json"
+PLANS = "chat_plans.json"
+
+
+@dataclass(frozen=True)
+class Named:
+    """A system under a name of its own."""
+
+    name: str
+    system: MethodSystem
+
+    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
+        """Answer one batch with greedy decoding."""
+        return self.system.answer(batch)
+
+
+def method_of(system: str) -> str:
+    """Return the method of a system: the word before the first hyphen."""
+    return system.partition("-")[0]
+
+
+def train_equally(model: str, answers: Path, runs: Path, minutes: float, systems: Sequence[str]) -> None:
+    """Train systems one after another as ``RUNS/<system>``, each for so many minutes of processor time."""
+    for system in systems or SYSTEMS:
+        out = runs / system
+        if (out / "config.json").is_file():
+            continue
+        (out / "run").mkdir(parents=True, exist_ok=True)
+        if not (out / "run" / "own.jsonl").exists():
+            shutil.copyfile(answers, out / "run" / "own.jsonl")
+        words = ["train", method_of(system), "--model", model, "--out", str(out), *SHARED, f"loop.minutes={minutes}"]
+        size = () if system == "draft" else (f"plan.vocabulary={VOCABULARY}",)
+        if run([*words, *SYSTEMS[system], *size]) != 0:
+            raise SystemExit(f"training {system} failed")
+        progress = read_state(out / "run" / "state.pt")["progress"]
+        facts = {"steps": progress["step"], "minutes": progress["elapsed_s"] / 60, "tokens": progress["num_tokens"]}
+        (out / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def candidates(system: str, stored: Mapping[str, Any]) -> list[Plan]:
+    """Return four plans of a system around the one it was trained with."""
+    if system == "draft":
+        return [DraftPlan.chain(length) for length in (1, 2, 3, 4)]
+    plan = cast(Any, plan_of(method_of(system), stored))
+    chains = [replace(plan, widths=(1,) * length) for length in (1, 2, 3)]
+    if method_of(system) in ("multirate", "deed"):
+        return [*chains[1:], replace(plan, min_confidence=0.3), replace(plan, weights="bf16")]
+    if method_of(system) == "multistream":
+        return [*chains, replace(plan, widths=(2, 1, 1))]
+    if method_of(system) == "eagle":
+        return [*chains, replace(plan, min_confidence=0.3)]
+    return [*chains, replace(plan, widths=(3, 2, 1), nodes=4)]
+
+
+def tuned(engines: Mapping[str, Engine], runs: Path, asked: Sequence[BenchmarkPrompt]) -> dict[str, Plan]:
+    """Return the fastest plan of every system on some prompts; plans that were found before are read."""
+    path = runs / PLANS
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found: dict[str, Plan] = {}
+    for system, engine in engines.items():
+        if system not in known:
+            stored = {} if system == "draft" else _config(runs / system)["plan"]
+            plans = candidates(system, stored)
+            players = [
+                Named(str(place), MethodSystem(method_of(system), planned(engine, plan), 32))
+                for place, plan in enumerate(plans)
+            ]
+            records = run_benchmark(players, asked, repeats=1, warm_up=1)
+            speeds = [one.tokens_per_s for one in summarise(records, "0")]
+            known[system] = asdict(cast(Any, plans[speeds.index(max(speeds))]))
+            path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        found[system] = plan_of(method_of(system), known[system])
+    return found
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return read
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Tune every system that has weights in ``--runs`` and measure all of them by category."""
+    runs: Path = given.runs
+    origin = asdict(provenance(torch.device("cpu")))
+    there = [system for system in SYSTEMS if (runs / system / "config.json").is_file()]
+    base = vivace.load(given.model, adapters={"quantized": runs / "quantized"})
+    engines = {
+        system: vivace.load(given.model, draft_model=runs / system)
+        if system == "draft"
+        else vivace.load(given.model, adapters={method_of(system): runs / system})
+        for system in there
+    }
+    tuning = answered(base, load_prompts(given.tuning)[: given.tune_limit], 32)
+    plans = tuned(engines, runs, tuning)
+    players = [Named(name, MethodSystem(name, base, given.max_new_tokens)) for name in ("plain", *FREE)]
+    for system in there:
+        engine = planned(engines[system], plans[system])
+        players.append(Named(system, MethodSystem(method_of(system), engine, given.max_new_tokens)))
+    report = report_of(base, load_prompts(given.prompts), given, lambda temperature: players)
+    print(means(report))
+    labels = {system: plan.label for system, plan in plans.items()}
+    training = {
+        system: json.loads((runs / system / FACTS).read_text(encoding="utf-8")) | {"plan": labels[system]}
+        for system in there
+    }
+    return {
+        **{"provenance": origin, "kernels": base.kernels.name, "threads": torch.get_num_threads()},
+        **{"tokens": given.max_new_tokens, "model": base.folder.name, "trainings": training},
+        **{"adapters": {"quantized": _config(runs / "quantized")["plan"]}, "report": report},
+    }
+
+
+def tables(folder: Path) -> str:
+    """Return a table for each file that ``measure`` wrote: a row for each system, a column for each category."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        written = json.loads(path.read_text(encoding="utf-8"))
+        found = written["report"]
+        names = [part["category"] for part in found]
+        rows = [_row(at, written) for at in range(len(found[0]["runs"]))]
+        rows = [rows[0], *sorted(rows[1:], key=lambda row: row[-2], reverse=True)]
+        different = sum(run["num_different"] for part in found for run in part["runs"])
+        busy = max(part["others_cpu_share"] or 0 for part in found)
+        minutes = max(facts["minutes"] for facts in written["trainings"].values())
+        parts.append(
+            f"**{written['model']}**, greedy, batch 1, {found[0]['num_prompts']} prompts of each category, up to "
+            f"{written['tokens']} tokens; trained for {minutes:.1f} minutes of a processor each (`{path.stem}.json`). "
+            f"{captions.machine(written['provenance'], written['kernels'], written['threads'])}"
+            + captions.others({"others_cpu_share": busy})
+            + f". {different} texts differ from plain decoding's."
+        )
+        parts.append(table(("system", "learnt from", "drafts", *names, "mean", "tokens a pass"), rows))
+    return "\n\n".join(parts) or "No run is committed yet."
+
+
+def _row(at: int, written: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return one system's row: what it learnt, its plan, its speed by category and in the mean, and tokens a pass."""
+    runs = [part["runs"][at] for part in written["report"]]
+    name = runs[0]["method"]
+    facts = written["trainings"].get(name)
+    learnt = "-" if facts is None else f"{facts['tokens']:,} tokens in {facts['steps']} steps"
+    mean = sum(run["speedup"] for run in runs) / len(runs)
+    kept = sum(run["tokens_per_target_pass"] or 1 for run in runs) / len(runs)
+    plan = "-" if facts is None else facts["plan"]
+    return f"`{name}`", learnt, plan, *(f"{run['speedup']:.2f}x" for run in runs), f"{mean:.2f}x", f"{kept:.2f}"
