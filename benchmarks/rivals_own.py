@@ -35,6 +35,9 @@ from vivace.evaluate.systems import MethodSystem
 from vivace.methods.composition import plan_of
 from vivace.methods.spec import Plan
 from vivace.prompts import load_prompts
+from vivace.recipes.own_text import written_before
+from vivace.train.data import Rows
+from vivace.train.distillation import FrozenPass
 from vivace.train.resume import read_state
 from vivace.tuning import planned
 
@@ -70,6 +73,7 @@ SHARED = (
 """Changes to every recipe; the answers are all there, so none is written."""
 FACTS = "training.json"
 PLANS = "chat_plans.json"
+EXITS = "exits.json"
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,32 @@ def train_equally(model: str, answers: Path, runs: Path, minutes: float, systems
         progress = read_state(out / "run" / "state.pt")["progress"]
         facts = {"steps": progress["step"], "minutes": progress["elapsed_s"] / 60, "tokens": progress["num_tokens"]}
         (out / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    if not (runs / EXITS).is_file():
+        (runs / EXITS).write_text(json.dumps(exits(model, answers)) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def exits(model: str, answers: Path, rows: int = 6) -> dict[int, float]:
+    """Return how often the head on the residual after so many layers, untrained, names the model's own token.
+
+    Args:
+        model: folder of the model.
+        answers: its own answers.
+        rows: number of answers that are read, the last of the file.
+    """
+    engine = vivace.load(model, kernels="torch")
+    pairs = written_before(engine, answers)[-rows:]
+    encode = Rows(engine.tokenizer, 256, engine.model.device, cuts=True)
+    depths = range(2, engine.model.config.num_layers, 2)
+    agreed, count = dict.fromkeys(depths, 0), 0
+    for batch in encode.batches(pairs, 2048):
+        frozen = FrozenPass.of(engine.model, batch.tokens, depths)
+        truth = engine.model.greedy(frozen.final[batch.predicting])
+        count += len(truth)
+        for depth in depths:
+            guess = engine.model.greedy(frozen.residuals[depth][batch.predicting])
+            agreed[depth] += int((guess == truth).sum())
+    return {depth: right / count for depth, right in agreed.items()}
 
 
 def candidates(system: str, stored: Mapping[str, Any]) -> list[Plan]:
@@ -175,6 +205,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     }
     return {
         **{"provenance": origin, "kernels": base.kernels.name, "threads": torch.get_num_threads()},
+        "exits": json.loads((runs / EXITS).read_text(encoding="utf-8")),
         **{"tokens": given.max_new_tokens, "model": base.folder.name, "trainings": training},
         **{"adapters": {"quantized": _config(runs / "quantized")["plan"]}, "report": report},
     }
@@ -200,6 +231,8 @@ def tables(folder: Path) -> str:
             + f". {different} texts differ from plain decoding's."
         )
         parts.append(table(("system", "learnt from", "drafts", *names, "mean", "tokens a pass"), rows))
+        parts.append("How often the untrained head names the model's token after so many of its layers:")
+        parts.append(table(tuple(written["exits"]), [tuple(f"{share:.2f}" for share in written["exits"].values())]))
     return "\n\n".join(parts) or "No run is committed yet."
 
 

@@ -1,0 +1,72 @@
+"""Rivals on a chat model and the ablation: what is tried for each, and the tables of their files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import ablation, rivals_own
+from tests.benchmarks.test_chat_tables import MACHINE, run
+from vivace.decode.shallow import DraftPlan
+from vivace.decode.tree import TreePlan
+from vivace.methods.multistream.config import StreamPlan
+
+STORED = {
+    **dict.fromkeys(("multirate", "deed"), DraftPlan((1, 1, 1), weights="q4", vocabulary=8192)),
+    "eagle": DraftPlan((1, 1, 1), vocabulary=8192),
+    **dict.fromkeys(("medusa", "uno"), TreePlan((1, 1, 1), vocabulary=8192)),
+    "multistream": StreamPlan((1, 1, 1), "kept", vocabulary=8192),
+    "multistream-every": StreamPlan((1, 1, 1), "every", vocabulary=8192),
+}
+
+
+@pytest.mark.parametrize("system", rivals_own.SYSTEMS)
+def test_every_system_gets_as_many_plans_with_its_vocabulary(system: str) -> None:
+    stored = asdict(STORED[system]) if system in STORED else {}
+    plans: list[Any] = rivals_own.candidates(system, stored)
+    assert len(set(plans)) == 4
+    assert {plan.vocabulary for plan in plans} == {stored.get("vocabulary", 0)}
+    assert all(getattr(plan, "attach", None) == stored.get("attach") for plan in plans)
+
+
+def test_a_row_is_a_system_and_a_column_a_category(tmp_path: Path) -> None:
+    assert rivals_own.tables(tmp_path) == "No run is committed yet."
+    report = [
+        {
+            **{"category": category, "num_prompts": 3, "others_cpu_share": 0.0},
+            "runs": [run("plain", 1.0), run("multirate", gain), run("lookup", gain + 0.2, 1)],
+        }
+        for category, gain in (("code", 0.9), ("documents", 1.1))
+    ]
+    facts = {"multirate": {"steps": 38, "minutes": 1.0, "tokens": 19000, "plan": "chain 3"}}
+    written = {"provenance": MACHINE, "kernels": "avx512", "threads": 2, "model": "m", "tokens": 64}
+    written |= {"trainings": facts, "exits": {"2": 0.1, "28": 0.6}, "report": report}
+    (tmp_path / "one.json").write_text(json.dumps(written))
+    text = rivals_own.tables(tmp_path)
+    assert "trained for 1.0 minutes of a processor each (`one.json`)" in text
+    assert "2 texts differ" in text
+    assert "| `multirate` | 19,000 tokens in 38 steps | chain 3 | 0.90x | 1.10x | 1.00x | 3.00 |" in text
+    assert text.index("`plain`") < text.index("`lookup`") < text.index("`multirate`"), "the fastest first"
+    assert "| 0.10 | 0.60 |" in text
+
+
+def test_the_ablation_adds_a_lever_in_each_row(tmp_path: Path) -> None:
+    rows = ablation.levers()
+    assert len({row.label for row in rows}) == len(rows)
+    assert {row.parts for row in rows} == set(ablation.PARTS)
+    assert ablation.tables(tmp_path / "none.json") == "No run is committed yet."
+    found = {**run("accelerated residual", 1.2), "tokens_interval": [2.0, 4.0]}
+    report = [
+        {"prompts": name, "num_prompts": 24, "others_cpu_share": 0.0, "runs": [run("plain", 1.0), found]}
+        for name in ("e2e", "sql")
+    ]
+    written = {"provenance": MACHINE, "kernels": "avx512", "model": "m", "steps": 50, "guesses": 4, "repeats": 2}
+    written |= {"reach": [9, 13], "exit_layer": 3, "report": report}
+    (tmp_path / "one.json").write_text(json.dumps(written))
+    text = ablation.tables(tmp_path / "one.json")
+    assert "exit layer 3, reach [9, 13], 50 steps each, chains of 4 guesses, 24 prompts of each set, 2 repeats" in text
+    assert text.count("| 3.00 (2.00 to 4.00) | 1.20x (1.00 to 2.00) ") == 2
