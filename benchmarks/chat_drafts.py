@@ -134,6 +134,9 @@ def answered(engine: Engine, rows: Sequence[Prompt], tokens: int) -> list[Benchm
     """Return the prompts with the model's own answers between the turns of conversations."""
     found = []
     for row in rows:
+        if isinstance(row.request, str) and not engine.tokenizer.has_template:
+            found.append(BenchmarkPrompt(row.request, tuple(engine.tokenizer.encode_prompt(row.request))))
+            continue
         messages = row.request if not isinstance(row.request, str) else [{"role": "user", "content": row.request}]
         said: list[Message] = []
         for message in messages:

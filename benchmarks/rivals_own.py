@@ -149,7 +149,8 @@ def candidates(system: str, stored: Mapping[str, Any]) -> list[Plan]:
         return [*chains, replace(plan, widths=(2, 1, 1))]
     if method_of(system) == "eagle":
         return [*chains, replace(plan, min_confidence=0.3)]
-    return [*chains, replace(plan, widths=(3, 2, 1), nodes=4)]
+    tree = (1, 3, 2) if system == "uno" else (3, 2, 1)  # the first guess of a block is the model's own
+    return [*chains, replace(plan, widths=tree, nodes=4)]
 
 
 def tuned(engines: Mapping[str, Engine], runs: Path, asked: Sequence[BenchmarkPrompt]) -> dict[str, Plan]:
