@@ -86,7 +86,9 @@ def multistream(plan: StreamPlan, **fields: Any) -> Method:
     return Method(
         lambda model: Streams(config, model.config),
         lambda model, weights: StreamDrafter(model, weights, plan),
-        lambda model, weights, ears: OfStreams(model, MultistreamObjective(weights, MultistreamLoss(pruner=0.0)), ears),
+        lambda model, weights, ears: OfStreams(
+            model, MultistreamObjective(weights, MultistreamLoss(pruner=0.0), plan.attach), ears
+        ),
         by_level=True,
     )
 
@@ -164,6 +166,7 @@ METHODS: dict[str, Method] = {
     "multistream kept tree": multistream(StreamPlan((2, 2, 1), "kept")),
     "multistream kept fewer": multistream(StreamPlan((1, 1), "kept")),
     "multistream feedback chain": multistream(StreamPlan((1, 1, 1), "kept"), feedback=True),
+    "multistream feedback on every node": multistream(StreamPlan((2, 1, 1), "every"), feedback=True),
     "multistream feedback tree": multistream(StreamPlan((2, 2, 1), "kept"), feedback=True),
     "multistream rotation": multistream(StreamPlan((2, 1, 1), "every"), identifier="rotation"),
     "medusa chain": medusa(TreePlan((1, 1, 1))),

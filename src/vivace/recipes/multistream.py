@@ -54,7 +54,8 @@ class MultistreamRecipe(FrozenRecipe):
             streams.take_over(Streams(known, model), tensors)
         streams.to(context.engine.model.device)
         head = context.draft_head(self.plan.vocabulary)
-        return StreamTraining(self.plan, MultistreamObjective(streams, self.loss, head), context)
+        objective = MultistreamObjective(streams, self.loss, head, attach=self.plan.attach)
+        return StreamTraining(self.plan, objective, context)
 
 
 class StreamTraining(Trainable):

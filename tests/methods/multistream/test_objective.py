@@ -17,7 +17,7 @@ from vivace.errors import ConfigError
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.methods.multistream.drafter import StreamDrafter
 from vivace.methods.multistream.forward import StreamForwardPass, Verified
-from vivace.methods.multistream.objective import MultistreamLoss, MultistreamObjective, known_in_text, run_streams
+from vivace.methods.multistream.objective import MultistreamLoss, MultistreamObjective, expected_in_text, known_in_text, run_streams
 from vivace.methods.multistream.streams import Streams
 from vivace.train.data import TokenBatch
 
@@ -90,6 +90,28 @@ def test_feedback_is_the_same_in_training_and_decoding(streams, kind) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", [{}, {"positions": "learned"}], ids=["rotary", "learned"])
+def test_what_is_expected_is_the_same_in_training_and_decoding(streams, kind) -> None:
+    """On every node: the pruning layer's residual, and its likeliest token, whatever is decided later."""
+    model = build(torch.float32, num_layers=6, seed=3, **kind).requires_grad_(False)
+    made = streams(torch.float32, streams=3, feedback=True)
+    tokens = batch(0).tokens[:1, :12]
+    step = Step.dense(*tokens.shape)
+    entering = model.run(model.embed(tokens.reshape(-1), step), step, 0, 3)
+    known = expected_in_text(model, made, entering[None])
+    position = torch.arange(12)[None]
+    model.run(entering, step, 3)
+    expected = run_streams(model, made, entering[None], step, Places(position, position >= 0), known)
+    climb = StreamForwardPass(made, StreamPlan((1, 1, 1), "every"))
+    cache = model.new_cache(1, 64)
+    for place, token in enumerate(tokens[0].tolist()):
+        passed = climb.run(model, Draft.committed_only({0: [token]}), cache)
+        cache.commit([0], [[0]])
+        if place < 11:  # the last position of a text has no learned position behind it
+            torch.testing.assert_close(passed.streams[0], expected[place], atol=2e-4, rtol=2e-4)
+
+
+@torch.no_grad()
 def test_a_stream_sees_its_past_and_the_streams_before_it(deep, streams) -> None:
     """Not later tokens, not streams of other positions, not later streams of its own."""
     model, made = deep(torch.float32), streams(torch.float32, streams=3)
@@ -125,12 +147,12 @@ def taught(deep) -> tuple[Streams, list[dict[str, float]]]:
     return teach(deep(torch.float32))
 
 
-def teach(model, **fields: object) -> tuple[Streams, list[dict[str, float]]]:
+def teach(model, attach="kept", **fields: object) -> tuple[Streams, list[dict[str, float]]]:
     """Streams that learnt by heart what the model says, and what was seen while they did."""
     text = own_words(model)
     torch.manual_seed(0)
     config = MultistreamConfig(streams=3, insertion_layer=2, rank=16, bottleneck=64, **fields)
-    task = MultistreamObjective(Streams(config, model.config), MultistreamLoss())
+    task = MultistreamObjective(Streams(config, model.config), MultistreamLoss(), attach)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimiser = torch.optim.AdamW([{"params": g["params"]} for g in task.groups()], lr=4e-3)
     seen = []
@@ -154,13 +176,14 @@ def test_training_teaches_streams_and_pruner_and_leaves_the_base(taught) -> None
     assert seen[-1]["pruner"] < seen[0]["pruner"]
 
 
-def test_streams_with_feedback_learn_and_draft_what_is_kept(deep) -> None:
+@pytest.mark.parametrize("attach", ["every", "kept"])
+def test_streams_with_feedback_learn_and_draft_what_is_kept(deep, attach) -> None:
     model = deep(torch.float32)
-    made, seen = teach(model, feedback=True)
+    made, seen = teach(model, attach, feedback=True)
     assert seen[-1]["kept"] > seen[0]["kept"] + 0.3
     for part in (made.final, made.decided):
         assert part.norm() > 0.1
-    drafter = StreamDrafter(model, made, StreamPlan((1, 1, 1), "kept"))
+    drafter = StreamDrafter(model, made, StreamPlan((1, 1, 1), attach))
     asked = [Request(tuple(range(p, p + 6)), 18, drafter) for p in range(4)]
     found = finish(Session(model, num_slots=2, capacity=64, chunk=8), asked)
     assert [r.tokens for r in found] == [tuple(row[6:]) for row in own_words(model).tokens.tolist()]

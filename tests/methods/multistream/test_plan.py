@@ -49,11 +49,19 @@ def test_streams_inserted_lower_go_on_from_those_above_them(deep, streams) -> No
     assert torch.equal(made.pruner.up, above.pruner.up)
 
 
-def test_streams_that_start_from_what_was_decided_follow_the_kept_node() -> None:
+def test_feedback_on_every_node_needs_a_pruning_layer() -> None:
     config = MultistreamConfig(feedback=True)
-    assert {plan.attach for plan in plans_to_try(config)} == {"kept"}
+    assert {plan.attach for plan in plans_to_try(config)} == {"every", "kept"}
+    StreamPlan((1,)).check_fits(config)
+    without = MultistreamConfig(feedback=True, pruner_rank=0)
+    assert {plan.attach for plan in plans_to_try(without)} == {"kept"}
     with pytest.raises(ConfigError, match="set attach to kept"):
-        StreamPlan((1,)).check_fits(config)
+        StreamPlan((1,)).check_fits(without)
+
+
+def test_the_papers_largest_tree_fits_a_pass() -> None:
+    """Gamma 4 and k 2 with streams on every node."""
+    assert StreamPlan((2, 2, 2, 2)).num_rows == 30 + 31 * 4
 
 
 @pytest.mark.parametrize("widths", [(1, 1, 1), (2, 2), (3, 2, 1), (4, 4)], ids=str)
@@ -113,7 +121,7 @@ def test_a_higher_threshold_keeps_a_part_of_what_a_lower_one_keeps(deep, streams
     ("make", "message"),
     [
         (lambda: StreamPlan(()), "at least one"),
-        (lambda: StreamPlan((4, 4)), "104 rows|rows with streams"),
+        (lambda: StreamPlan((3, 3, 3, 3)), "604 rows"),
         (lambda: StreamPlan((1,), threshold=1.0), "threshold must be"),
         (lambda: MultistreamConfig(streams=9), "between 1 and 8"),
         (lambda: MultistreamConfig(insertion_layer=0), "at least 1"),

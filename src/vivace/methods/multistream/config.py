@@ -13,8 +13,11 @@ from vivace.decode.shallow import shape_label
 from vivace.errors import ConfigError
 from vivace.kernels.low_bit import Weights, check_weights
 
-MAX_ROWS = 48
-"""Largest number of draft nodes and streams of one slot in one pass, without the root."""
+MAX_ROWS = 160
+"""Largest number of draft nodes and streams of one slot in one pass, without the root: room for the paper's gamma 4 and
+k 2 with streams on every node, 30 + 31 x 4 rows."""
+TRIED_ROWS = 24
+"""Largest number of rows of the drafts with streams on every node that ``vivace tune`` tries."""
 QUANTIZED: tuple[Weights, ...] = ("int8", "q4")
 """Quantized formats that ``vivace tune`` tries for streams."""
 
@@ -37,9 +40,9 @@ class MultistreamConfig:
     identifier: Literal["embedding", "rotation"] = "embedding"
     """How streams differ: by an ``embedding`` of each, added at the start, or by a ``rotation`` of their values."""
     feedback: bool = False
-    """Whether streams also start from the kept position's final residual and from the token decided there. This is
-    ours: both are known where streams follow the kept node (``attach: kept``), so stream 1 need not guess what is
-    decided."""
+    """Whether streams also start from their node's final residual and from the token decided there, so that stream 1
+    need not guess what is decided. This is ours. Both are known where streams follow the kept node (``attach: kept``);
+    where they ride on verification (``attach: every``) the pruning layer's early exit stands in for both."""
 
     def __post_init__(self) -> None:
         if self.identifier not in ("embedding", "rotation"):
@@ -89,8 +92,8 @@ class StreamPlan:
     threshold: float = 0.0
     """Branches that are less likely at the insertion layer are pruned there."""
     weights: Weights = "bf16"
-    """Format in which streams that follow the kept node read the upper layers; verification reads them unquantized.
-    Without native kernels the weights are used as they are."""
+    """Format in which streams read the upper layers; verification reads them unquantized. Quantized streams of every
+    node run behind the rows that they belong to. Without native kernels the weights are used as they are."""
     vocabulary: int = 0
     """Number of tokens that may be guessed, the most frequent ones of the draft vocabulary; 0 allows all."""
 
@@ -106,8 +109,6 @@ class StreamPlan:
             raise ConfigError(f"threshold must be in [0, 1), found {self.threshold}")
         check_weights(self.weights)
         check_size(self.vocabulary)
-        if self.weights != "bf16" and self.attach == "every":
-            raise ConfigError(f"streams of every node ride on verification, which {self.weights} would change")
 
     @property
     def num_nodes(self) -> int:
@@ -135,8 +136,11 @@ class StreamPlan:
             raise ConfigError(
                 f"draft widths {list(self.widths)} go deeper than the {config.streams} streams that exist"
             )
-        if config.feedback and self.attach == "every":
-            raise ConfigError("these streams start from what was decided at the kept node; set attach to kept")
+        if config.feedback and self.attach == "every" and not config.pruner_rank:
+            raise ConfigError(
+                "on every node these streams start from what the pruning layer expects, and they were trained without "
+                "one; set attach to kept, or train with pruner_rank above 0"
+            )
         if self.threshold and not config.pruner_rank:
             raise ConfigError(f"threshold is {self.threshold:g}, but these streams were trained without a pruner")
 
@@ -148,14 +152,9 @@ def plans_to_try(config: MultistreamConfig) -> list[StreamPlan]:
     shapes += [(width, *[1] * (depth - 1)) for depth in deep for width in (2, 3)]
     shapes += [(2, 2, *[1] * (depth - 2)) for depth in deep if depth > 1]
     plans = [StreamPlan(widths, "kept") for widths in shapes]
-    if not config.feedback:
-        plans += [StreamPlan(widths) for widths in shapes if _fits(widths)]
+    if config.pruner_rank or not config.feedback:
+        plans += [StreamPlan(widths) for widths in shapes if StreamPlan(widths).num_rows <= TRIED_ROWS]
     plans += [StreamPlan((1,) * depth, "kept", weights=kind) for depth in deep for kind in QUANTIZED]
     if config.pruner_rank:
         plans += [StreamPlan(widths, "kept", sure) for widths in shapes if max(widths) > 1 for sure in (0.01, 0.05)]
     return plans
-
-
-def _fits(widths: tuple[int, ...]) -> bool:
-    nodes: int = sum(accumulate(widths, operator.mul))
-    return nodes + (nodes + 1) * len(widths) <= MAX_ROWS // 2

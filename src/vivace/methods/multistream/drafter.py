@@ -50,7 +50,8 @@ class StreamDrafter(OwnsNoCache):
         self.chain_plan = ChainPlan(weights=plan.weights, head=self.head)
         self.forward = StreamForwardPass(streams, plan)
         self.forward.prepare(model)
-        self.has_feedback = streams.config.feedback
+        self.has_feedback = streams.config.feedback and plan.attach == "kept"
+        """Whether streams read what verification computed at their node."""
         is_chain = plan.attach == "kept" and not plan.threshold and max(plan.widths) == 1
         self.stream_rows = streams.stream_rows(len(plan.widths)) if is_chain else None
         """The streams as data for native code, where it can make whole steps; else None."""

@@ -20,7 +20,7 @@ from vivace.core.model import Decoder
 from vivace.core.seams import Draft, Span, TargetPass
 from vivace.core.step import Step
 from vivace.methods.multistream.config import StreamPlan
-from vivace.methods.multistream.streams import Streams, known_at
+from vivace.methods.multistream.streams import Streams, expected_at, known_at
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,26 @@ class StreamForwardPass:
                 step, main = step.take(rows), main[rows]
         if self.plan.attach == "kept":
             return StreamPass(model.run(main, step, insertion_layer), rows, entering=main)
-        num_main = len(rows)
-        start = self.streams.start(main, count).flatten(0, 1)
-        both = step.branched(count, self.deltas(num_main, len(start)))
-        top = model.run(torch.cat((main, start)), both, insertion_layer)
-        return StreamPass(top[:num_main], rows, streams=top[num_main:].view(num_main, count, -1))
+        return self._together(model, main, step, rows)
+
+    def _together(self, model: Decoder, main: Tensor, step: Step, rows: Tensor) -> StreamPass:
+        """Run main rows (n, E) from the insertion layer on, each with its streams.
+
+        Quantized streams run behind all main rows, of which they read only what those have stored.
+        """
+        insertion_layer, count, num_main = self.streams.config.insertion_layer, len(self.plan.widths), len(rows)
+        both = step.branched(count, self.deltas(num_main, num_main * count))
+        own = torch.arange(num_main, both.num_rows, device=rows.device)
+        known = None
+        if self.streams.config.feedback:
+            known = expected_at(model, self.streams, main, both.take(own[::count]))
+        start = self.streams.start(main, count, known).flatten(0, 1)
+        if self._quantized is None:
+            top = model.run(torch.cat((main, start)), both, insertion_layer)
+            return StreamPass(top[:num_main], rows, streams=top[num_main:].view(num_main, count, -1))
+        hidden = model.run(main, step, insertion_layer)
+        alone = replace(step.branched(count).take(own), deltas=(self.deltas(0, len(start)),))
+        return StreamPass(hidden, rows, streams=self._upper(model, start, alone).view(num_main, count, -1))
 
     def follow(
         self, model: Decoder, slots: Sequence[int], entering: Tensor, cache: KVCache, verified: Verified | None = None

@@ -14,7 +14,8 @@ chunk, and not with (1 + streams) times the text. Only positions whose next toke
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.errors import ConfigError
-from vivace.methods.multistream.streams import Streams, known_at
+from vivace.methods.multistream.streams import Streams, expected_at, known_at
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import FrozenPass, rows_at_once, slices
 from vivace.train.objective import LossPart, LossParts
@@ -69,11 +70,22 @@ class MainStream:
 class MultistreamObjective(DecoderObjective):
     """Trains streams; the decoder is not changed."""
 
-    def __init__(self, streams: Streams, loss: MultistreamLoss, head: DraftHead | None = None) -> None:
-        """Train ``streams`` to guess the tokens that ``head`` reads; None is all of them. The pruner reads all."""
+    def __init__(
+        self,
+        streams: Streams,
+        loss: MultistreamLoss,
+        head: DraftHead | None = None,
+        *,
+        attach: Literal["every", "kept"] = "kept",
+    ) -> None:
+        """Train ``streams`` to guess the tokens that ``head`` reads; None is all of them. The pruner reads all.
+
+        Feedback is what streams will read where they are attached while decoding.
+        """
         self.streams = streams
         self.loss = loss
         self.head = head
+        self.attach = attach
 
     def groups(self) -> Sequence[Mapping[str, object]]:
         """Return the weights without decay; embeddings have five times the learning rate."""
@@ -98,15 +110,21 @@ class MultistreamObjective(DecoderObjective):
             entering = main.entering.flatten(0, 1)[rows]
             for part in slices(len(rows), rows_at_once(len(rows), model.config.vocab_size)):
                 logits = model.head(self.streams.pruner(entering[part]))
-                loss = F.cross_entropy(logits, targets[part]) * (len(logits) / len(rows))
-                yield self.loss.pruner * loss, {"pruner": float(loss.detach())}
+                share = len(logits) / len(rows)
+                loss = F.cross_entropy(logits, targets[part]) * share
+                right = float((logits.detach().argmax(-1) == targets[part]).float().mean()) * share
+                yield self.loss.pruner * loss, {"pruner": float(loss.detach()), "expected": right}
 
     @torch.no_grad()
     def _main_stream(self, model: Decoder, tokens: Tensor) -> MainStream:
         insertion_layer = self.streams.config.insertion_layer
         frozen = FrozenPass.of(model, tokens, (insertion_layer,))
         entering, final = (h.view(*tokens.shape, -1) for h in (frozen.residuals[insertion_layer], frozen.final))
-        known = known_in_text(model, tokens, frozen.final) if self.streams.config.feedback else None
+        known = None
+        if self.streams.config.feedback and self.attach == "kept":
+            known = known_in_text(model, tokens, frozen.final)
+        elif self.streams.config.feedback:
+            known = expected_in_text(model, self.streams, entering)
         return MainStream(entering, final, frozen.step, known)
 
     def _chunk(self, head: DraftHead, batch: TokenBatch, main: MainStream, places: Places, total: int) -> LossPart:
@@ -128,6 +146,18 @@ def known_in_text(model: Decoder, tokens: Tensor, final: Tensor) -> Tensor:
     decided = model.embed(tokens.reshape(-1), Step.dense(*tokens.shape, device=tokens.device)).view(*tokens.shape, -1)
     decided = F.pad(decided[:, 1:], (0, 0, 0, 1)).flatten(0, 1)
     return known_at(model, final, decided).view(*tokens.shape, 2, -1)
+
+
+def expected_in_text(model: Decoder, streams: Streams, entering: Tensor) -> Tensor:
+    """Return what feedback reads at every position while it is verified, (B, T, E) -> (B, T, 2, E)."""
+    rows, length = entering.flatten(0, 1), entering.shape[1]
+    following = torch.arange(1, length + 1, device=rows.device).clamp(max=length - 1).repeat(len(entering))
+    dense = Step.dense(1, 1, device=rows.device)
+    parts = [
+        expected_at(model, streams, rows[part], replace(dense, position=following[part]))
+        for part in slices(len(rows), rows_at_once(len(rows), model.config.vocab_size))
+    ]
+    return torch.cat(parts).view(*entering.shape[:2], 2, -1)
 
 
 def run_streams(

@@ -19,6 +19,9 @@ token decided there are known, and
 
 with |M| the root mean square of M's components: residuals grow a hundredfold on their way to the insertion layer, and
 what is added there must be as large to have an effect.
+
+Where every node has streams while it is verified, neither is known. The pruning layer (``Pruner``) is an early exit at
+the place where streams start: its residual M + B A M stands in for ``final_t``, and its likeliest token for x_{t+1}.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from vivace.core.config import ModelConfig
 from vivace.core.draft_rows import StreamRows
 from vivace.core.low_rank import ATTENTION, LowRank, LowRankDeltas, random_factor, site_shapes
 from vivace.core.model import Decoder
+from vivace.core.step import Step
 from vivace.kernels.reference import linear
 from vivace.methods.multistream.config import MultistreamConfig
 from vivace.methods.multistream.rotation import ValueRotation
@@ -133,6 +137,20 @@ class Streams(LowRank):
         for name, weight in other.named_parameters():
             if not name.startswith(("down.", "up.")):
                 own[name].copy_(weight)
+
+
+def expected_at(model: Decoder, streams: Streams, entering: Tensor, following: Step) -> Tensor:
+    """Return what feedback reads where nothing is decided yet, (n, 2, E): the pruning layer's early exit.
+
+    Args:
+        model: the target.
+        streams: streams with a pruning layer.
+        entering: (n, E) residuals entering the insertion layer.
+        following: a call of the positions that follow them, for learned positions.
+    """
+    assert streams.pruner is not None, "checked by the plan"
+    early = streams.pruner(entering)
+    return known_at(model, early, model.embed(model.greedy(early), following))
 
 
 def known_at(model: Decoder, final: Tensor, decided: Tensor) -> Tensor:
