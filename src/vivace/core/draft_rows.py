@@ -99,6 +99,24 @@ class StreamRows:
     feedback: Tensor | None = None
     """(count E or more, 2 E): maps the last kept row's normed final residual and the root's normed embedding to offsets
     of the stream rows, in units of the root mean square of the residual they start from."""
+    widths: tuple[int, ...] = ()
+    """Number of likeliest tokens of each row that are tried, each below each of the row before; empty: one each."""
+    rides: bool = False
+    """Whether every row of a draft has stream rows while it is verified, in place of those behind the last kept row."""
+    early_exit: tuple[Tensor, Tensor] | None = None
+    """(rank, E) and (E, rank): factors of the early exit whose guess feeds rows that ride, if they have feedback."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeadRows:
+    """Heads that read the last kept row's normed final residual x; each guesses from x + silu(W x)."""
+
+    mix: Tensor
+    """(heads E, E) W of all heads, one below the other."""
+    heads: tuple[DraftHead, ...]
+    """What the guesses of each are read with."""
+    widths: tuple[int, ...]
+    """Number of likeliest tokens of each head that are tried, each below each of the head before."""
 
 
 class Chain(Protocol):
@@ -112,7 +130,7 @@ class Chain(Protocol):
         """Return whether it can add what the adapters of these slots do."""
         ...
 
-    def prepare(self, rows: DraftRows | StreamRows, plan: ChainPlan) -> None:
+    def prepare(self, rows: DraftRows | StreamRows | HeadRows, plan: ChainPlan) -> None:
         """Lay out weights and make quantized copies now, so that the first draft takes no longer than the next."""
         ...
 
@@ -156,15 +174,16 @@ class Chain(Protocol):
     def follow(
         self,
         root: ChainRoot,
-        stream_rows: StreamRows,
+        rows: StreamRows | HeadRows,
         left: tuple[Tensor, Tensor | None],
         cache: KVCache,
         plan: ChainPlan,
         ends: Sequence[int] = (),
     ) -> tuple[Decided, Tensor]:
-        """Do as ``speculate`` with stream rows.
+        """Do as ``speculate`` with stream rows or heads.
 
-        ``left`` holds the last kept row's residual (E,) where stream rows start, and at the top for those with
-        feedback. The second result is the residual where stream rows start of the row that is kept last now.
+        ``left`` holds what the last kept row left behind. For stream rows that follow it: its residual (E,) where they
+        start, and at the top for those with feedback. For those that ride: its streams (count, E) at the top. For
+        heads: its normed final residual (E,). The second result is the first of these for the row kept last now.
         """
         ...

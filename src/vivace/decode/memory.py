@@ -24,7 +24,9 @@ from vivace.errors import BusyError, MemoryLimitError
 from vivace.units import format_bytes
 
 DRAFT_SLACK = 64
-"""Entries a draft may use beyond a sequence's own limit."""
+"""Entries a draft may use beyond a sequence's own limit, for which memory is set aside."""
+WIDEST_DRAFT = 192
+"""Entries that the rows of one pass may use there at most: a tree whose nodes have streams takes more than usual."""
 
 
 def text_bytes(model: Decoder, drafter: Drafter, num_tokens: int) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.decode.isolation import blaming
-from vivace.decode.memory import DRAFT_SLACK, MemoryBudget, text_bytes
+from vivace.decode.memory import WIDEST_DRAFT, MemoryBudget, text_bytes
 from vivace.decode.request import Emitted, Request
 from vivace.decode.sequence import Sequence
 from vivace.decode.stats import DecodeStats
@@ -80,7 +80,7 @@ class Room:
             UnsupportedError: it is searched with beams, and a part of the model remembers one text only.
         """
         request.check_fits(capacity)
-        request.check_entries(self._cache.capacity - DRAFT_SLACK)
+        request.check_entries(self._cache.capacity - WIDEST_DRAFT)
         request.check_rotation(self._model.config)
         request.check_source(self._model.config)
         if request.beams is not None and self._model.stateful and self._model.backend.num_ranks == 1:

@@ -27,7 +27,7 @@ from vivace.decode.checked import read_on, verified
 from vivace.decode.context import context_of
 from vivace.decode.forward import threads_of
 from vivace.decode.isolation import STOPS, RequestFailed, SavedState, blaming, parts_of, request_error
-from vivace.decode.memory import DRAFT_SLACK, MemoryBudget
+from vivace.decode.memory import DRAFT_SLACK, WIDEST_DRAFT, MemoryBudget
 from vivace.decode.prefix import CHUNK
 from vivace.decode.prompt_reader import PromptReader, num_unread
 from vivace.decode.request import Emitted, Request
@@ -80,7 +80,7 @@ class Session:
         self.memory = MemoryBudget() if memory is None else memory
         self.progress = progress
         self.cache: KVCache = model.new_cache(
-            num_slots, capacity + DRAFT_SLACK, row_count=row_count, account=self.memory
+            num_slots, capacity + WIDEST_DRAFT, row_count=row_count, account=self.memory
         )
         self.room = Room(model, self.cache, self.memory)
         """What requests need of memory."""

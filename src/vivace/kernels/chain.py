@@ -47,9 +47,22 @@ class CStreams(Structure):
         ("head", CMatrix),
         ("ids", c_void_p),
         ("deltas", POINTER(CDelta)),
-        *((name, c_void_p) for name in ("final", "entering")),
+        *((name, c_void_p) for name in ("final", "entering", "left")),
+        *((name, CMatrix) for name in ("pruner_down", "pruner_up", "exit_head")),
         *((name, c_int64) for name in ("num_deltas", "insertion_layer", "count", "has_feedback")),
+        *((name, c_int64) for name in ("rides", "runs_behind")),
         ("embedding_eps", c_float),
+    ]
+
+
+class CHeads(Structure):
+    """Mirrors ``Heads``: heads on the last kept row, each of which guesses a later token."""
+
+    _fields_ = [
+        ("mix", CMatrix),
+        ("heads", POINTER(CMatrix)),
+        *((name, c_void_p) for name in ("ids", "kept")),
+        ("count", c_int64),
     ]
 
 
@@ -58,10 +71,12 @@ class CSpeculation(Structure):
 
     _fields_ = [
         ("streams", POINTER(CStreams)),
+        ("heads", POINTER(CHeads)),
+        ("widths", Numbers),
         ("head", CMatrix),
         ("feedback", CMatrix),
         *((name, c_int64) for name in ("has_feedback", "steps", "room")),
         *((name, c_void_p) for name in ("tokens", "hidden")),
-        *((name, Numbers) for name in ("kept", "guessed")),
-        ("draft_ns", c_int64),
+        *((name, Numbers) for name in ("kept", "guessed", "depths")),
+        *((name, c_int64) for name in ("most", "draft_ns")),
     ]

@@ -17,7 +17,13 @@ from vivace.errors import ConfigError
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.methods.multistream.drafter import StreamDrafter
 from vivace.methods.multistream.forward import StreamForwardPass, Verified
-from vivace.methods.multistream.objective import MultistreamLoss, MultistreamObjective, expected_in_text, known_in_text, run_streams
+from vivace.methods.multistream.objective import (
+    MultistreamLoss,
+    MultistreamObjective,
+    expected_in_text,
+    known_in_text,
+    run_streams,
+)
 from vivace.methods.multistream.streams import Streams
 from vivace.train.data import TokenBatch
 

@@ -7,10 +7,12 @@ step by step.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from ctypes import c_int64, pointer
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -20,10 +22,10 @@ from torch import Tensor
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.span import MixtureSpan, NativeSpan, gain_of, matrix_of, pointers, quantized_copy
-from vivace.core.draft_rows import ChainPlan, ChainRoot, DeepRead, DraftRows, StreamRows
+from vivace.core.draft_rows import ChainPlan, ChainRoot, DeepRead, DraftRows, HeadRows, StreamRows
 from vivace.core.low_rank import LowRankDeltas
 from vivace.core.seams import Decided, Draft, TargetPass, VerifiedStep
-from vivace.kernels.chain import CChain, CDeepRead, CSpeculation, CStreams
+from vivace.kernels.chain import CChain, CDeepRead, CHeads, CSpeculation, CStreams
 from vivace.kernels.library import CMatrix, CPlan
 from vivace.kernels.low_bit import Weights, quantise
 from vivace.kernels.native import Matrix, pack
@@ -47,9 +49,10 @@ class _ChainCall:
 
 @dataclass(frozen=True)
 class _StreamCall:
-    """The parts of a call that are the same for every draft with the same stream rows."""
+    """The parts of a call that are the same for every draft with the same stream rows or heads."""
 
-    call: CStreams
+    call: CStreams | CHeads
+    widths: tuple[int, ...]
     kept: object
     """References to the tensors that ``call`` points into, which keep them alive."""
 
@@ -93,7 +96,7 @@ class NativeChain:
         self._chain_calls: WeakKeyDictionary[DraftRows, dict[_Kind, _ChainCall]] = WeakKeyDictionary()
         self._copies: WeakKeyDictionary[DraftRows, dict[Weights, tuple[CPlan, list[object]]]] = WeakKeyDictionary()
         """Quantized layers by the rows that draft with them: drafts from all tokens and from some share them."""
-        self._stream_calls: WeakKeyDictionary[StreamRows, dict[_Kind, _StreamCall]] = WeakKeyDictionary()
+        self._stream_calls: WeakKeyDictionary[StreamRows | HeadRows, dict[_Kind, _StreamCall]] = WeakKeyDictionary()
 
     @staticmethod
     def of(decoder: Decoder, span: NativeSpan | None) -> NativeChain | None:
@@ -118,12 +121,12 @@ class NativeChain:
         """Return whether it can add what the adapters of these slots do."""
         return all(map(self._span.can_take, _worn(cache, slots)))
 
-    def prepare(self, rows: DraftRows | StreamRows, plan: ChainPlan) -> None:
+    def prepare(self, rows: DraftRows | StreamRows | HeadRows, plan: ChainPlan) -> None:
         """Lay out weights and make quantized copies now, so that the first draft takes no longer than the next."""
-        if isinstance(rows, StreamRows):
-            self._stream_call(rows, plan)
-        else:
+        if isinstance(rows, DraftRows):
             self._of(rows, plan)
+        else:
+            self._stream_call(rows, plan)
 
     def draft(
         self,
@@ -206,32 +209,41 @@ class NativeChain:
     def follow(
         self,
         root: ChainRoot,
-        stream_rows: StreamRows,
+        rows: StreamRows | HeadRows,
         left: tuple[Tensor, Tensor | None],
         cache: KVCache,
         plan: ChainPlan,
         ends: Sequence[int] = (),
     ) -> tuple[Decided, Tensor]:
-        """Draft with stream rows and verify, several times, for one greedy sequence.
+        """Draft with stream rows or heads and verify, several times, for one greedy sequence.
 
         Args:
-            root: last committed token of the sequence, with the largest number of guesses in a draft.
-            stream_rows: rows that guess.
-            left: residual (E,) of the last kept row where stream rows start, and at the top for those with feedback.
+            root: last committed token of the sequence, with the largest depth of a guess.
+            rows: what guesses.
+            left: what the last kept row left behind (see ``Chain.follow``).
             cache: holds the text before the root; the entries of all rows are written to it.
             plan: how many steps are made; ``weights`` is the format in which stream rows read the layers.
             ends: end-of-text tokens, below which nothing is decoded.
 
         Returns:
-            The steps, as ``speculate`` returns them, and the last kept row's residual where stream rows start.
+            The steps, as ``speculate`` returns them, and what the row that is kept last now left behind.
         """
-        fixed = self._stream_call(stream_rows, plan)
-        entering, final = left[0].clone(), left[1]
-        streams = CStreams.from_buffer_copy(fixed.call)
-        streams.entering, streams.final = entering.data_ptr(), None if final is None else final.data_ptr()
-        into = CSpeculation(streams=pointer(streams))
+        fixed = self._stream_call(rows, plan)
+        now, final = left[0].clone().contiguous(), left[1]
+        into = CSpeculation(widths=(c_int64 * len(fixed.widths))(*fixed.widths))
+        into.most = sum(accumulate(fixed.widths, operator.mul))
+        spare = torch.empty(self._decoder.config.width, dtype=torch.bfloat16)
+        if isinstance(fixed.call, CHeads):
+            heads = CHeads.from_buffer_copy(fixed.call)
+            heads.kept, into.heads = now.data_ptr(), pointer(heads)
+        else:
+            streams = CStreams.from_buffer_copy(fixed.call)
+            streams.final = None if final is None else final.data_ptr()
+            entering = spare if streams.rides else now
+            streams.left, streams.entering = now.data_ptr() if streams.rides else None, entering.data_ptr()
+            into.streams = pointer(streams)
         call = CChain.from_buffer_copy(self._whole.call)
-        return self._speculate(call, self._span.plan, into, root, cache, plan, ends, hands_over=False), entering
+        return self._speculate(call, self._span.plan, into, root, cache, plan, ends, hands_over=False), now
 
     def _speculate(
         self,
@@ -251,7 +263,12 @@ class NativeChain:
         kept, guessed = (c_int64 * plan.steps)(), (c_int64 * plan.steps)()
         into.head, into.tokens, into.hidden = self._head.struct, tokens.data_ptr(), hidden.data_ptr()
         into.kept, into.guessed, into.steps, into.room = kept, guessed, plan.steps, plan.room
-        last = cache.lengths[root.slot] + plan.room
+        into.most = max(into.most, root.limit)
+        depths = (c_int64 * (plan.steps * into.most))()
+        into.depths = depths
+        riding = into.streams.contents.count if into.streams and into.streams.contents.rides else 0
+        beside = (1 + riding) * (1 + into.most) - (1 + root.limit)  # rows of a step that are not kept in any case
+        last = cache.lengths[root.slot] + plan.room + max(beside, 0)
         cache.extend([root.slot], [last])
         worn = self._place(call, [root], cache, last)
         call.ends, call.num_ends = (c_int64 * len(ends))(*ends), len(ends)
@@ -261,36 +278,57 @@ class NativeChain:
         count = sum(kept[:steps])
         node = torch.arange(count)
         draft = Draft((root.slot,), (count,), tokens[:count], torch.full((count,), root.slot), node, node - 1)
-        made = [VerifiedStep(kept[step], tuple(range(1, guessed[step] + 1))) for step in range(steps)]
+        firsts = range(0, steps * into.most, into.most) if into.most else [0] * steps
+        made = [
+            VerifiedStep(kept[step], tuple(depths[first : first + guessed[step]])) for step, first in enumerate(firsts)
+        ]
         return Decided(draft, _at_top(hidden[:count]), (tuple(made),), into.draft_ns / 1e9)
 
-    def _stream_call(self, stream_rows: StreamRows, drafting: ChainPlan) -> _StreamCall:
-        """Return the part of a call that is the same for every draft with these stream rows, made once."""
-        kinds, kind = self._stream_calls.setdefault(stream_rows, {}), _kind(drafting)
+    def _stream_call(self, rows: StreamRows | HeadRows, drafting: ChainPlan) -> _StreamCall:
+        """Return the part of a call that is the same for every draft with these stream rows or heads, made once."""
+        kinds, kind = self._stream_calls.setdefault(rows, {}), _kind(drafting)
         if kind not in kinds:
-            weights, head = drafting.weights, self._guessing(drafting, "bf16")
-            depth = self._decoder.config.num_layers
-            plan, copies = self._span.quantized_copy(stream_rows.insertion_layer, depth, weights)
-            native_deltas, tensors = self._span.native_deltas((stream_rows.deltas,), stream_rows.insertion_layer, depth)
-            embeddings = stream_rows.embeddings.detach().to(torch.bfloat16).contiguous()
-            ones = torch.ones(self._decoder.config.width, dtype=torch.bfloat16)
-            feedback = None if stream_rows.feedback is None else _packed(stream_rows.feedback)
-            call = CStreams(
-                plan=pointer(plan),
-                embeddings=embeddings.data_ptr(),
-                ones=ones.data_ptr(),
-                feedback=_struct(feedback),
-                head=head.matrix.struct,
-                ids=head.address,
-                deltas=native_deltas,
-                num_deltas=len(native_deltas),
-                insertion_layer=stream_rows.insertion_layer,
-                count=len(embeddings),
-                has_feedback=feedback is not None,
-                embedding_eps=torch.finfo(torch.float32).eps,
-            )
-            kinds[kind] = _StreamCall(call, (head, plan, copies, native_deltas, tensors, embeddings, ones, feedback))
+            is_stream = isinstance(rows, StreamRows)
+            kinds[kind] = self._of_streams(rows, drafting) if is_stream else self._of_heads(rows)
         return kinds[kind]
+
+    def _of_heads(self, rows: HeadRows) -> _StreamCall:
+        guessing = [self._guessing(ChainPlan(head=head), "bf16") for head in rows.heads]
+        mix, heads = _packed(rows.mix), (CMatrix * len(guessing))(*(each.matrix.struct for each in guessing))
+        call = CHeads(mix=mix.struct, heads=heads, ids=guessing[0].address, count=len(guessing))
+        return _StreamCall(call, rows.widths, (mix, heads, guessing))
+
+    def _of_streams(self, stream_rows: StreamRows, drafting: ChainPlan) -> _StreamCall:
+        weights, head = drafting.weights, self._guessing(drafting, "bf16")
+        depth = self._decoder.config.num_layers
+        plan, copies = self._span.quantized_copy(stream_rows.insertion_layer, depth, weights)
+        native_deltas, tensors = self._span.native_deltas((stream_rows.deltas,), stream_rows.insertion_layer, depth)
+        embeddings = stream_rows.embeddings.detach().to(torch.bfloat16).contiguous()
+        ones = torch.ones(self._decoder.config.width, dtype=torch.bfloat16)
+        feedback = None if stream_rows.feedback is None else _packed(stream_rows.feedback)
+        exits = [None if factor is None else _packed(factor) for factor in stream_rows.early_exit or (None, None)]
+        call = CStreams(
+            plan=pointer(plan),
+            embeddings=embeddings.data_ptr(),
+            ones=ones.data_ptr(),
+            feedback=_struct(feedback),
+            head=head.matrix.struct,
+            ids=head.address,
+            deltas=native_deltas,
+            num_deltas=len(native_deltas),
+            insertion_layer=stream_rows.insertion_layer,
+            count=len(embeddings),
+            has_feedback=feedback is not None,
+            pruner_down=_struct(exits[0]),
+            pruner_up=_struct(exits[1]),
+            exit_head=self._head.struct,
+            rides=stream_rows.rides,
+            runs_behind=weights != "bf16",
+            embedding_eps=torch.finfo(torch.float32).eps,
+        )
+        widths = stream_rows.widths or (1,) * len(embeddings)
+        kept = (head, plan, copies, native_deltas, tensors, embeddings, ones, feedback, exits)
+        return _StreamCall(call, widths, kept)
 
     @cached_property
     def _whole(self) -> _ChainCall:

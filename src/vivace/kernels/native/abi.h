@@ -330,19 +330,35 @@ struct Streams {
     const Delta* deltas;  // deltas of all stream rows; `which` is not read
     const bf16* final;    // (E,) of the last kept row after all layers
     bf16* entering;       // (E,) of the last kept row where they start; of the new one afterwards
+    bf16* left;           // (count, E) streams of the last kept row after all layers, where they ride; then of the new one
+    Matrix pruner_down, pruner_up, exit_head;  // the early exit whose guess is their feedback where they ride
     int64_t num_deltas, insertion_layer, count, has_feedback;
+    int64_t rides, runs_behind;  // whether every row has streams while it is verified, and whether these run behind it
     float embedding_eps;  // eps of the norm of the root's embedding
+};
+
+// Heads on the last kept row's normed residual, each of which guesses a later token (heads.h).
+struct Heads {
+    Matrix mix;            // (count E, E): x + silu(mix x) is what the heads read
+    const Matrix* heads;   // (count,)
+    const int64_t* ids;    // token of each output of a head; null: the outputs are all tokens, in order
+    bf16* kept;            // (E,) of the last kept row; of the new one afterwards
+    int64_t count;
 };
 
 // Several steps of drafting and verification for the only sequence of a chain (speculate.h).
 struct Speculation {
-    Streams* streams;  // null where chains are drafted
+    Streams* streams;  // null where others draft
+    Heads* heads;      // null where others draft
+    const int64_t* widths;  // (depth,) guesses of streams or heads at each depth, each below each of the depth before
     Matrix head;      // the model's head, used for verification; the chain may draft with a quantized one
     Matrix feedback;  // (num_offsets E, E): maps the last kept row's normed residual to the next chain's offsets
     int64_t has_feedback, steps, room;  // whether there is one; most steps; most rows that are kept in all
     int64_t* tokens;                    // (room,) tokens of the kept rows
     bf16* hidden;                       // (room, E) residuals of the kept rows after the last layer
     int64_t *kept, *guessed;            // (steps,) rows kept and guesses made
+    int64_t* depths;                    // (steps, most) depth of each guess
+    int64_t most;                       // most guesses of a step
     int64_t draft_ns;                   // nanoseconds spent drafting
 };
 }

@@ -72,7 +72,8 @@ inline std::vector<Delta> merged(const std::vector<Delta>& first, const std::vec
 
 class Rows {
 public:
-    Rows(const Plan& plan, const Chain& chain, int64_t most) : rotated_(plan.rotated), chain_(chain) {
+    Rows(const Plan& plan, const Chain& chain, int64_t most, int64_t tail_width = 0)
+        : rotated_(plan.rotated), chain_(chain), tail_width_(tail_width) {
         for (int64_t t = 0; t < chain.num_worn; ++t) {
             Delta delta = chain.worn[t];
             const auto known = std::find(adapters_.begin(), adapters_.end(), delta.which);
@@ -83,6 +84,7 @@ public:
         }
         for (auto* rows : {&h, &out}) rows->reset(new bf16[most * plan.width]);
         for (auto* rows : {&slot, &seen, &entry}) rows->resize(most);
+        tail.assign(most * tail_width, -1);
         for (int64_t rope = 0; rope < chain.num_ropes; ++rope) {
             rotations_.emplace_back(new bf16[2 * most * rotated_]);
             cosines_.push_back(rotations_.back().get());
@@ -101,6 +103,14 @@ public:
         }
     }
 
+    // Lets row `at` be stored at another entry than its place, and read the first `first` entries and those of `path`.
+    void branch(int64_t at, int64_t stored, int64_t first, const std::vector<int64_t>& path) {
+        entry[at] = stored, seen[at] = first;
+        int64_t* own = tail.data() + at * tail_width_;
+        std::fill(own, own + tail_width_, (int64_t)-1);
+        std::copy(path.begin(), path.end(), own);
+    }
+
     const bf16* cosines(int64_t rope, int64_t at) const { return cosines_[rope] + at * rotated_; }
     const bf16* sines(int64_t rope, int64_t at) const { return sines_[rope] + at * rotated_; }
 
@@ -113,6 +123,7 @@ public:
         c.places = chain_.places;
         c.deltas = worn.data(), c.num_deltas = (int64_t)worn.size();
         c.rows = rows, c.num_write = c.num_feed = writing;
+        if (tail_width_ > 0) c.tail = tail.data(), c.tail_width = tail_width_;
         return c;
     }
 
@@ -123,12 +134,13 @@ public:
     }
 
     std::unique_ptr<bf16[]> h, out;
-    std::vector<int64_t> slot, seen, entry;
+    std::vector<int64_t> slot, seen, entry, tail;
     std::vector<Delta> worn;  // deltas of the rows' sequences, which every row has, by layer
 
 private:
     const int64_t rotated_;
     const Chain& chain_;
+    const int64_t tail_width_;
     std::vector<std::unique_ptr<bf16[]>> rotations_;
     std::vector<const bf16*> cosines_, sines_;
     std::vector<const int64_t*> adapters_;     // of each sequence, for each adapter

@@ -1,12 +1,13 @@
-// Several steps of self-speculation in one call, for one greedy sequence: draft tokens below the root with a chain or
-// with stream rows, verify all rows with the whole model, keep the rows on the path that the model takes itself, and
-// continue from its end. decode/session.py does the same step by step; decode/verify.py proves that the text is plain
+// Several steps of self-speculation in one call, for one greedy sequence: draft tokens below the root with a chain, with
+// stream rows or with heads, verify all rows with the whole model, keep the rows on the path that the model takes itself,
+// and continue from its end. decode/session.py does the same step by step; decode/verify.py proves that the text is plain
 // decoding's.
 #pragma once
 #include <chrono>
 #include <optional>
 
 #include "chain.h"
+#include "heads.h"
 #include "streams.h"
 
 namespace {
@@ -16,8 +17,8 @@ public:
     SpeculationRun(const Worker& worker, const Plan& drafting, const Plan& plan, const Chain& chain,
                    Speculation& speculation)
         : worker_(worker), drafting_(drafting), plan_(plan), chain_(chain), given_(chain), into_(speculation),
-          rows_(plan, chain, chain.limit[0] + 1) {
-        const int64_t most = chain.limit[0] + 1;
+          rows_(plan, chain, (1 + riding()) * (speculation.most + 1), tail_width()) {
+        const int64_t most = into_.most + 1;
         x_.reset(new bf16[most * plan.width]);
         for (auto* rows : {&tokens_, &slots_, &nodes_, &parents_, &chosen_}) rows->resize(most);
         logits_.resize(most);
@@ -27,8 +28,8 @@ public:
         given_.nodes = nodes_.data(), given_.parents = parents_.data();
         given_.hidden = chain.hidden == nullptr ? nullptr : rows_.h.get();
         given_.root = &root_, given_.length = &length_, given_.limit = &limit_;
-        if (speculation.streams != nullptr)
-            streams_.emplace(worker_, plan, chain_, *speculation.streams, rows_, most);
+        if (into_.streams != nullptr) streams_.emplace(worker_, plan, chain_, *into_.streams, into_.widths, rows_, most);
+        if (into_.heads != nullptr) heads_.emplace(worker_, plan, chain_, *into_.heads, into_.widths);
     }
 
     int64_t run() {
@@ -36,55 +37,93 @@ public:
         int64_t step = 0, done = 0;
         for (; step < into_.steps && done < into_.room && !(step > 0 && is_end(chain_, root_)); ++step) {
             limit_ = std::min(chain_.limit[0], into_.room - done - 1);
-            const int64_t rows = draft();
-            const int64_t kept = verify(rows, done);
-            into_.kept[step] = kept, into_.guessed[step] = rows - 1;
-            done += kept, length_ += kept, root_ = chosen_[kept - 1];
-            if (is_end(chain_, tokens_[kept - 1]) || !is_certain(chain_, logits_[kept - 1])) return step + 1;
+            draft();
+            const std::vector<int64_t> path = verify(done);
+            const int64_t kept = (int64_t)path.size(), last = path.back();
+            into_.kept[step] = kept, into_.guessed[step] = tree_.size() - 1;
+            std::copy(tree_.depth.begin() + 1, tree_.depth.end(), into_.depths + step * into_.most);
+            done += kept, length_ += kept, root_ = chosen_[last];
+            if (is_end(chain_, tree_.tokens[last]) || !is_certain(chain_, logits_[last])) return step + 1;
             if (into_.has_feedback) set_offsets(into_.hidden + (done - 1) * plan_.width);
         }
         return step;
     }
 
 private:
-    // Drafts below the root; returns the number of rows, the root's included.
-    int64_t draft() {
+    int64_t riding() const { return into_.streams != nullptr && into_.streams->rides ? into_.streams->count : 0; }
+
+    // Entries that a row reads one by one: the path above it, where a tree has several, and a stream's own.
+    int64_t tail_width() const {
+        const bool is_tree = into_.widths != nullptr && into_.most > chain_.limit[0];
+        return is_tree ? chain_.limit[0] + 1 + riding() : riding();
+    }
+
+    // Drafts the tree below the root.
+    void draft() {
         const auto started = std::chrono::steady_clock::now();
-        int64_t rows;
-        if (streams_) {
-            tokens_[0] = root_;
-            rows = 1 + streams_->guess(root_, length_, limit_, tokens_.data() + 1);
-        } else {
-            rows = ChainRun(worker_, drafting_, given_).run();
+        tree_.begin(root_);
+        if (streams_ && limit_ > 0) {
+            streams_->guess(root_, length_);
+            tree_.grow(*streams_, limit_, chain_);
+        } else if (heads_) {
+            heads_->guess();
+            tree_.grow(*heads_, limit_, chain_);
+        } else if (!streams_) {
+            const int64_t rows = ChainRun(worker_, drafting_, given_).run();
+            for (int64_t row = 1; row < rows; ++row) tree_.add(tokens_[row], row - 1);
         }
         into_.draft_ns += (std::chrono::steady_clock::now() - started) / std::chrono::nanoseconds(1);
-        return rows;
+    }
+
+    // Seats the rows of the tree and writes what enters the first layer, unless a chain has left its residuals.
+    void seat(bool is_handed) {
+        for (int64_t row = 0; row < tree_.size(); ++row) {
+            const int64_t place = length_ + tree_.depth[row];
+            if (!is_handed) embed_row(chain_, tree_.tokens[row], place, plan_.width, rows_.h.get() + row * plan_.width);
+            rows_.seat(row, 0, place);
+            if (!tree_.is_chain) rows_.branch(row, length_ + row, length_, tree_.path(row, length_));
+            else if (tail_width() > 0) rows_.branch(row, place, place + 1, {});
+        }
     }
 
     // Runs the rows through the remaining layers (all of them, or those above the exit layer where the chain left its
-    // residuals) and keeps those whose token the model chose; returns how many are kept.
-    int64_t verify(int64_t rows, int64_t done) {
-        const int64_t width = plan_.width;
-        const bool is_handed = !streams_ && given_.hidden != nullptr;
-        for (int64_t row = 0; row < rows; ++row) {
-            if (!is_handed) embed_row(chain_, tokens_[row], length_ + row, width, rows_.h.get() + row * width);
-            rows_.seat(row, 0, length_ + row);
-        }
+    // residuals) and returns those whose token the model chose, from the root on.
+    std::vector<int64_t> verify(int64_t done) {
+        const int64_t width = plan_.width, rows = tree_.size();
+        const bool is_handed = !streams_ && !heads_ && given_.hidden != nullptr;
+        seat(is_handed);
         int64_t start = is_handed ? chain_.exit_layer : 0;
         if (streams_) {  // the next streams start where they are inserted
             start = into_.streams->insertion_layer;
             worker_.span(plan_, call(0, start, rows));
             std::swap(rows_.h, rows_.out);
         }
-        worker_.span(plan_, call(start, plan_.num_layers, rows));
+        if (streams_ && streams_->rides()) streams_->ride(tree_, length_);
+        else worker_.span(plan_, call(start, plan_.num_layers, rows));
         worker_.norm(plan_, chain_.final_norm, rows_.out.get(), x_.get(), rows);
         worker_.greedy({into_.head, x_.get(), nullptr, nullptr, rows}, chosen_.data(), logits_.data());
-        int64_t kept = 1;
-        while (kept < rows && tokens_[kept] == chosen_[kept - 1] && is_certain(chain_, logits_[kept - 1])) ++kept;
-        memcpy(into_.tokens + done, tokens_.data(), kept * sizeof(int64_t));
-        memcpy(into_.hidden + done * width, rows_.out.get(), kept * width * sizeof(bf16));
-        if (streams_) streams_->follow(rows_.h.get() + (kept - 1) * width, into_.hidden + (done + kept - 1) * width);
-        return kept;
+        const std::vector<int64_t> path = accepted();
+        const int64_t kept = (int64_t)path.size();
+        for (int64_t i = 0; i < kept; ++i) {
+            into_.tokens[done + i] = tree_.tokens[path[i]];
+            memcpy(into_.hidden + (done + i) * width, rows_.out.get() + path[i] * width, width * sizeof(bf16));
+        }
+        if (!tree_.is_chain) compact(plan_, chain_, length_, path);
+        const bf16* final = into_.hidden + (done + kept - 1) * width;
+        if (streams_) streams_->follow(path.back(), rows, final);
+        if (heads_) heads_->follow(final);
+        return path;
+    }
+
+    // The rows from the root down, each the model's choice after the one above.
+    std::vector<int64_t> accepted() const {
+        std::vector<int64_t> path{0};
+        for (int64_t row = 1; row < tree_.size(); ++row) {  // parents stand before their children, level by level
+            const int64_t last = path.back();
+            if (tree_.parent[row] == last && tree_.tokens[row] == chosen_[last] && is_certain(chain_, logits_[last]))
+                path.push_back(row);
+        }
+        return path;
     }
 
     // Computes the offsets of the next chain's draft rows from the last kept row's residual.
@@ -107,6 +146,8 @@ private:
     Speculation& into_;
     Rows rows_;
     std::optional<StreamRun> streams_;
+    std::optional<HeadRun> heads_;
+    Tree tree_;
     int64_t root_ = 0, length_ = 0, limit_ = 0;
     std::unique_ptr<bf16[]> x_, offsets_;
     std::vector<int64_t> tokens_, slots_, nodes_, parents_, chosen_;

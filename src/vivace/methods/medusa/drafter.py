@@ -26,10 +26,12 @@ from torch import Tensor, nn
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.draft_head import DraftHead
+from vivace.core.draft_rows import ChainPlan, ChainRoot, HeadRows
 from vivace.core.model import Decoder
-from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
 from vivace.core.trained import Trained
 from vivace.decode.forward import ForwardPass
+from vivace.decode.multi_step import StepBudget, deciding
 from vivace.decode.plain import Forgetful, OwnsNoCache
 from vivace.decode.tree import Node, TreePlan, grown, likeliest, shaped
 from vivace.errors import ConfigError
@@ -102,6 +104,12 @@ class Medusa(OwnsNoCache):
         shared = DraftHead(model, vocabulary) if heads.output is None else None
         own = [None] * self.depth if heads.output is None else heads.output
         self._heads = [shared or DraftHead(model, vocabulary, weight) for weight in own[: self.depth]]
+        mix = heads.mix[: self.depth].flatten(0, 1).contiguous()
+        self.head_rows = None if plan.nodes else HeadRows(mix, tuple(self._heads), plan.widths)
+        """The heads as data for native code, where it can make whole steps; else None."""
+        if self.head_rows is not None and model.backend.chain is not None:
+            model.backend.chain.prepare(self.head_rows, ChainPlan())
+        self.budget = StepBudget()
 
     def open(self, cache: KVCache) -> MedusaState:
         """Return the state of a session that has seen no position yet."""
@@ -140,8 +148,28 @@ class MedusaState(Forgetful):
         self.traversal: Traversal = ForwardPass()
         self._kept: dict[int, Tensor] = {}
 
-    def propose(self, context: Context) -> Draft:
-        """Return the committed tokens, with a tree below the root of every slot whose last position was seen."""
+    def propose(self, context: Context) -> Draft | Decided:
+        """Return verified steps, or committed tokens with a tree below the root of every slot whose last position was
+        seen.
+        """
+        return self._decided(context) or self._drafted(context)
+
+    def _decided(self, context: Context) -> Decided | None:
+        """Draft and verify several steps in one native call, where one greedy sequence has room for them."""
+        head_rows, budget = self.drafter.head_rows, self.drafter.budget
+        slot, *others = context.slots
+        if head_rows is None or others or slot not in self._kept:
+            return None
+        found = deciding(self.drafter.model, context)
+        drafts = budget.drafts(context, slot, self.drafter.depth, ChainPlan())
+        if found is None or drafts is None:
+            return None
+        limit, plan = drafts
+        root, left = ChainRoot(slot, found.pending[slot], limit), (self._kept[slot], None)
+        decide = lambda: found.chain.follow(root, head_rows, left, context.cache, plan, context.ends)[0]  # noqa: E731
+        return budget.timed(context, decide)
+
+    def _drafted(self, context: Context) -> Draft:
         draft, deepest = context.committed(), self.drafter.depth
         room = {slot: min(context.max_nodes.get(slot, deepest), deepest) for slot in draft.slots}
         guessing = [slot for slot in draft.slots if slot in self._kept and room[slot] > 0]

@@ -52,8 +52,7 @@ class StreamDrafter(OwnsNoCache):
         self.forward.prepare(model)
         self.has_feedback = streams.config.feedback and plan.attach == "kept"
         """Whether streams read what verification computed at their node."""
-        is_chain = plan.attach == "kept" and not plan.threshold and max(plan.widths) == 1
-        self.stream_rows = streams.stream_rows(len(plan.widths)) if is_chain else None
+        self.stream_rows = None if plan.threshold else streams.stream_rows(plan.widths, rides=plan.attach == "every")
         """The streams as data for native code, where it can make whole steps; else None."""
         if self.stream_rows is not None and model.backend.chain is not None:
             model.backend.chain.prepare(self.stream_rows, self.chain_plan)
@@ -114,11 +113,12 @@ class StreamState(Forgetful):
         root, left = ChainRoot(slot, found.pending[slot], limit), (self._kept[slot], self._final.get(slot))
 
         def decide() -> Decided:
-            decided, entering = found.chain.follow(root, stream_rows, left, context.cache, plan, context.ends)
+            decided, left_now = found.chain.follow(root, stream_rows, left, context.cache, plan, context.ends)
             hidden, rows = decided.passed.hidden, decided.passed.rows
-            # of what entered the insertion layer only the last row is known, and no other is asked for
-            passed = StreamPass(hidden, rows, entering=entering.expand(len(rows), -1))
-            return replace(decided, passed=passed)
+            # what streams leave behind is known of the last row only, and no other is asked for
+            every = left_now.expand(len(rows), *left_now.shape)
+            known = {"streams": every} if stream_rows.rides else {"entering": every}
+            return replace(decided, passed=StreamPass(hidden, rows, **known))
 
         return budget.timed(context, decide)
 

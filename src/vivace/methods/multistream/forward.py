@@ -63,7 +63,7 @@ class StreamForwardPass:
 
     def run(self, model: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> StreamPass:
         """Run one pass for the rows of all slots together."""
-        insertion_layer, count = self.streams.config.insertion_layer, len(self.plan.widths)
+        insertion_layer = self.streams.config.insertion_layer
         step = Step.of(draft, cache, chunk=chunk)
         main = model.run(model.embed(draft.tokens, step), step, 0, insertion_layer)
         rows = torch.arange(len(draft.tokens), device=draft.device)

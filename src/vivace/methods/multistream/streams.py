@@ -26,7 +26,7 @@ the place where streams start: its residual M + B A M stands in for ``final_t``,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -116,13 +116,21 @@ class Streams(LowRank):
         deltas = super().deltas(which)
         return deltas if self.rotation is None else self.rotation.over(deltas, count or self.config.streams)
 
-    def stream_rows(self, count: int) -> StreamRows | None:
-        """Return the first ``count`` streams as data for native code; None where values are rotated."""
+    def stream_rows(self, widths: Sequence[int], *, rides: bool = False) -> StreamRows | None:
+        """Return the first streams, one for each of ``widths``, as data for native code; None where values are rotated.
+
+        Args:
+            widths: number of likeliest tokens of each that are tried.
+            rides: whether every row has streams while it is verified.
+        """
         if self.rotation is not None:
             return None
+        count = len(widths)
         deltas = self.deltas(torch.zeros(count, dtype=torch.int64, device=self.device), count)
         feedback = self._feedback() if self.config.feedback else None
-        return StreamRows(self.config.insertion_layer, deltas, self.embeddings[:count], feedback)
+        exit_ = (self.pruner.down, self.pruner.up) if rides and self.config.feedback and self.pruner else None
+        start = self.config.insertion_layer, deltas, self.embeddings[:count], feedback
+        return StreamRows(*start, widths=tuple(widths), rides=rides, early_exit=exit_)
 
     @torch.no_grad()
     def take_over(self, other: Streams, tensors: Mapping[str, Tensor]) -> None:
