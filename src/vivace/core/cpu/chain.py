@@ -288,8 +288,7 @@ class NativeChain:
         """Return the part of a call that is the same for every draft with these stream rows or heads, made once."""
         kinds, kind = self._stream_calls.setdefault(rows, {}), _kind(drafting)
         if kind not in kinds:
-            is_stream = isinstance(rows, StreamRows)
-            kinds[kind] = self._of_streams(rows, drafting) if is_stream else self._of_heads(rows)
+            kinds[kind] = self._of_heads(rows) if isinstance(rows, HeadRows) else self._of_streams(rows, drafting)
         return kinds[kind]
 
     def _of_heads(self, rows: HeadRows) -> _StreamCall:

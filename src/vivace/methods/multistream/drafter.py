@@ -117,8 +117,9 @@ class StreamState(Forgetful):
             hidden, rows = decided.passed.hidden, decided.passed.rows
             # what streams leave behind is known of the last row only, and no other is asked for
             every = left_now.expand(len(rows), *left_now.shape)
-            known = {"streams": every} if stream_rows.rides else {"entering": every}
-            return replace(decided, passed=StreamPass(hidden, rows, **known))
+            if stream_rows.rides:
+                return replace(decided, passed=StreamPass(hidden, rows, streams=every))
+            return replace(decided, passed=StreamPass(hidden, rows, entering=every))
 
         return budget.timed(context, decide)
 
