@@ -23,6 +23,7 @@ import ctypes
 from collections.abc import Mapping
 from ctypes import byref
 from dataclasses import dataclass
+from math import prod
 from typing import Literal, cast, get_args
 
 import torch
@@ -121,18 +122,27 @@ class LowBit:
         return found[:, : self.in_width]
 
 
+Piece = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of one of the tensors that a matrix consists of."""
+
+
 def size_of(out_width: int, in_width: int, format: Weights) -> int:
     """Return the bytes of a matrix in a format; for exact12 without uncompressed steps, which depend on the weights."""
-    tiles, groups = -(-out_width // LANES), -(-in_width // GROUP)
     if format == "bf16":
         return out_width * in_width * 2
     if format in PALETTES:
         return palette.num_bytes(out_width, in_width, PALETTES[format])
     if format == "exact12":
         return exact.num_bytes(out_width, in_width)
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in pieces_of(out_width, in_width, format))
+
+
+def pieces_of(out_width: int, in_width: int, format: Weights) -> tuple[Piece, Piece]:
+    """Return shape and dtype of the codes and of the scales of a matrix in int8 or q4."""
+    tiles, groups = -(-out_width // LANES), -(-in_width // GROUP)
     if format == "int8":
-        return tiles * LANES * (groups * GROUP + 4)
-    return tiles * LANES * groups * (GROUP // 2 + 2)
+        return ((tiles, groups, 16, LANES, 4), torch.uint8), ((tiles * LANES,), torch.float32)
+    return ((tiles, groups, 8, LANES, 4), torch.uint8), ((tiles, groups, LANES), torch.bfloat16)
 
 
 def _scaled(integers: Tensor, factors: Tensor) -> Tensor:
@@ -160,13 +170,8 @@ def quantise(weight: Tensor, format: Format) -> Rounded:
     if format == "exact12":
         return pack_exact(weight)
     out_width, in_width = weight.shape
-    tiles, groups = -(-out_width // LANES), -(-in_width // GROUP)
-    if format == "int8":
-        codes = torch.empty(tiles, groups, 16, LANES, 4, dtype=torch.uint8)
-        scales = torch.empty(tiles * LANES)
-    else:
-        codes = torch.empty(tiles, groups, 8, LANES, 4, dtype=torch.uint8)
-        scales = torch.empty(tiles, groups, LANES, dtype=torch.bfloat16)
+    groups = -(-in_width // GROUP)
+    codes, scales = (torch.empty(shape, dtype=dtype) for shape, dtype in pieces_of(out_width, in_width, format))
     round_rows = _round_int8 if format == "int8" else _round_q4
     for first in range(0, out_width, ROWS):
         rows = weight[first : first + ROWS]

@@ -34,6 +34,7 @@ from vivace.checkpoint.quantized.settings import dense_config, dtype_of, is_quan
 from vivace.core.config import ModelConfig
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.kernels.choice import choose
+from vivace.kernels.layouts import layout_of
 from vivace.kernels.library import LANES
 from vivace.kernels.native import pack
 from vivace.storage.io.readers import PAGE
@@ -70,6 +71,7 @@ def write_store(
     layout: Layout = "layers",
     dtype: str = "auto",
     kernels: str = "auto",
+    weights: str = "bf16",
     orders: Sequence[Tensor] | None = None,
     progress: Progress | None = None,
     ignored: Sequence[str] = (),
@@ -83,6 +85,8 @@ def write_store(
         dtype: of all weights; "auto" is that of the checkpoint.
         kernels: which will run what is streamed: "torch", "avx2", "avx512", "amx", or "auto", which is native ones
             where they run here and the layout is "layers" in bfloat16.
+        weights: format of the matrices that are read while they are used: "bf16" leaves them as they are; "int8" and
+            "q4" take a half and a quarter of the bytes, for native kernels and the layout "layers".
         orders: which neuron lies at each place, (F,) for each layer (``ordering.py``); None is as in the checkpoint.
         progress: called after each bundle.
         ignored: unknown keys of config.json that are read as if they were not there, and not written.
@@ -110,7 +114,8 @@ def write_store(
     kind = choose_dtype(dtype, written, choose_device("cpu"))
     shapes = {name: each.shape for name, each in plan.items()}
     is_tiled = _is_tiled(kernels, layout, kind, fits=fits_tiles(config, shapes))
-    bundles = arrange(config, shapes, layout, kind.itemsize, is_tiled=is_tiled)
+    _check_weights(weights, layout, kind, is_tiled=is_tiled)
+    bundles = arrange(config, shapes, layout, kind.itemsize, is_tiled=is_tiled, weights=weights)
     source = _Source(plan, stored, kind, _check_orders(orders, layout, config))
     with staged(target) as staging:
         for pattern in COPIED:
@@ -141,6 +146,15 @@ def _is_tiled(kernels: str, layout: Layout, dtype: torch.dtype, *, fits: bool) -
             f"{layout} in {str(dtype).removeprefix('torch.')}; leave out --kernels"
         )
     return is_native and can
+
+
+def _check_weights(weights: str, layout: Layout, dtype: torch.dtype, *, is_tiled: bool) -> None:
+    """Check that quantized matrices can be read as they lie; raises as ``write_store``."""
+    if layout_of(weights).name != "bf16" and not is_tiled:
+        raise UnsupportedError(
+            f"a store in {weights} is for native kernels, layout layers and bfloat16 models whose widths are multiples "
+            f"of {LANES}; this has layout {layout} in {str(dtype).removeprefix('torch.')}, or no native kernels run"
+        )
 
 
 def _check_orders(orders: Sequence[Tensor] | None, layout: Layout, config: ModelConfig) -> Sequence[Tensor] | None:
@@ -255,11 +269,15 @@ def _parts(bundle: Bundle, source: _Source) -> Iterator[memoryview | bytes]:
     done = 0
     for part in bundle.parts:
         values = _selector(bundle.name, source) if part.name == "selector" else source.read(part.name)
+        yield bytes(part.offset - done)
+        done = part.offset + part.num_bytes(values.element_size())
+        if part.weights:
+            assert tuple(values.shape) == part.shape, part.name
+            yield from layout_of(part.weights).bytes_of(values)
+            continue
         values = pack(values) if part.is_tiled else values
         assert tuple(values.shape) == part.shape, part.name
-        yield bytes(part.offset - done)
         yield _bytes(values)
-        done = part.offset + values.nbytes
 
 
 def _selector(name: str, source: _Source) -> Tensor:

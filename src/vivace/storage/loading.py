@@ -16,6 +16,7 @@ from vivace.core.model import Decoder
 from vivace.core.parts import DenseParts
 from vivace.errors import CorruptError, UnsupportedError
 from vivace.kernels.heap import trimmer
+from vivace.kernels.low_bit import LowBit
 from vivace.kernels.native import NativeBody
 from vivace.storage.budget import MemoryPlan, memory_gb_per_s, plan_memory
 from vivace.storage.experts.cache import ExpertCache
@@ -190,7 +191,7 @@ def _open_streamed(storage: Storage, window: int) -> tuple[Storage, DenseParts]:
         neurons = NeuronLoader.of(store, reader, plan, window)
         neurons.body = storage.body
         return replace(storage, neurons=neurons), NeuronParts(config, neurons)
-    if plan.streamed:
+    if plan.streamed or store.weights != "bf16":  # quantized matrices stay as they lie, also where all are in memory
         stream = Stream(store, reader, plan.streamed)
         return replace(storage, stream=stream), StreamedParts(config, stream, storage.body)
     return storage, DenseParts(config)
@@ -203,6 +204,7 @@ def _put_resident(decoder: Decoder, storage: Storage) -> None:
         for parameter, values in read_bundle(storage.store, storage.async_reader, name).items():
             if parameter == "selector":
                 assert storage.neurons is not None
+                assert isinstance(values, nn.Parameter)
                 storage.neurons.select_by(name, values)
             elif has_tiles:
                 put_tiles(decoder, parameter, values)
@@ -228,7 +230,7 @@ def _give_back() -> None:
         trim(0)
 
 
-def read_bundle(store: Store, reader: AsyncReader, name: str) -> dict[str, nn.Parameter]:
+def read_bundle(store: Store, reader: AsyncReader, name: str) -> dict[str, nn.Parameter | LowBit]:
     """Read the tensors of a bundle into memory of their own, and compare its checksum.
 
     Raises:
@@ -245,4 +247,7 @@ def read_bundle(store: Store, reader: AsyncReader, name: str) -> dict[str, nn.Pa
             "convert the model again"
         )
     content = torch.frombuffer(memory, dtype=torch.uint8)
-    return {part: nn.Parameter(values, requires_grad=False) for part, values in store.tensors(name, content).items()}
+    return {
+        part: values if isinstance(values, LowBit) else nn.Parameter(values, requires_grad=False)
+        for part, values in store.tensors(name, content).items()
+    }

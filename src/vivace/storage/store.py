@@ -12,7 +12,8 @@ A store is a folder: the checkpoint's own JSON and tokenizer files, ``weights.st
                              the layout ``selected``; the records of ``layers.N.neurons`` then lack its row
 
 In a store for native kernels, matrices that are read while they are used lie in tiles as those read them (``pack`` in
-``kernels/native.py``); so does what is resident of attention and feed-forwards.
+``kernels/native.py``), or quantized in one of the formats of ``kernels/layouts.py``; so does what is resident of
+attention and feed-forwards.
 
 Row-column bundling: Alizadeh et al. 2023, LLM in a flash, arXiv:2312.11514, section 3.2. An incomplete or foreign store
 is recognised: the file carries the identity of its index, its length is known, and every bundle has a checksum. Behind
@@ -34,7 +35,9 @@ from vivace.checkpoint.families import translate
 from vivace.checkpoint.files import read_json, resolve
 from vivace.core.config import ModelConfig
 from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError, nearest
+from vivace.kernels.layouts import LAYOUTS, Laid, layout_of
 from vivace.kernels.library import LANES
+from vivace.kernels.low_bit import LowBit
 from vivace.kernels.native import unpack
 from vivace.storage.io.readers import PAGE
 from vivace.units import format_bytes
@@ -44,8 +47,10 @@ Layout = Literal["layers", "neurons", "selected"]
 INDEX = "store.json"
 DATA = "weights.store"
 MAGIC = b"vivace store 1\n"
-FORMATS = (1, 2, 3)
-"""1 has matrices in rows and 2 in tiles; 3 has either, and a table of the checksums of all pages."""
+FORMATS = (1, 2, 3, 4)
+"""1 has matrices in rows and 2 in tiles; 3 has either, and a table of the checksums of all pages; 4 quantized ones."""
+QUANTIZED = 4
+"""The first format with quantized matrices; stores without them are written in the one before."""
 CHECKED = 3
 """The first format with a table of checksums."""
 LINE = 64
@@ -62,11 +67,27 @@ class Part:
     """(out, in), (tiles, pairs, 16, 2), or the shape of a vector."""
     offset: int
     """Bytes from the beginning of the bundle or record."""
+    weights: str = ""
+    """Format of a quantized matrix (``kernels/layouts.py``), whose shape is (out, in); empty for plain numbers."""
 
     @property
     def is_tiled(self) -> bool:
-        """Whether the tensor lies in tiles, as native kernels read it."""
-        return len(self.shape) == 4
+        """Whether the matrix lies as native kernels read it: in tiles, or quantized."""
+        return len(self.shape) == 4 or bool(self.weights)
+
+    @property
+    def num_tiles(self) -> int:
+        """How many times sixteen outputs a matrix for native kernels has."""
+        return self.shape[0] // LANES if self.weights else self.shape[0]
+
+    @property
+    def in_width(self) -> int:
+        """Number of inputs of a matrix for native kernels."""
+        return self.shape[1] if self.weights else 2 * self.shape[1]
+
+    def num_bytes(self, item: int) -> int:
+        """Return the bytes that it takes, if one plain number takes ``item``."""
+        return layout_of(self.weights).num_bytes(*self.shape) if self.weights else prod(self.shape) * item
 
 
 @dataclass(frozen=True)
@@ -141,7 +162,12 @@ class Store:
             raise NotFoundError(f"{self.folder} (layout {self.layout}) has no bundle {name}; convert the model again")
         return self.bundles[name]
 
-    def tensors(self, name: str, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    @property
+    def weights(self) -> str:
+        """Format of the matrices that are read while they are used: "bf16" for all plain numbers."""
+        return next((part.weights for bundle in self.bundles.values() for part in bundle.parts if part.weights), "bf16")
+
+    def tensors(self, name: str, memory: torch.Tensor) -> dict[str, Laid]:
         """Return the parts of a bundle that was read into ``memory`` (num_bytes,) uint8, as views of it."""
         return {part.name: view(memory, part, self.dtype) for part in self[name].parts}
 
@@ -154,14 +180,18 @@ class Store:
         return found
 
 
-def view(memory: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
+def view(memory: torch.Tensor, part: Part, dtype: torch.dtype) -> Laid:
     """Return a part as a view of the bytes of its bundle, (num_bytes,) uint8."""
+    if part.weights:
+        return layout_of(part.weights).view(memory[part.offset :], *part.shape)
     stop = part.offset + prod(part.shape) * dtype.itemsize
     return memory[part.offset : stop].view(dtype).view(part.shape)
 
 
-def in_rows(values: torch.Tensor) -> torch.Tensor:
-    """Return a part as (out, in), whether it lies in tiles or not."""
+def in_rows(values: Laid) -> torch.Tensor:
+    """Return a part as (out, in), whether it lies in tiles or not; of a quantized one what its codes stand for."""
+    if isinstance(values, LowBit):
+        return values.dense().to(torch.bfloat16)
     return unpack(values) if values.dim() == 4 else values
 
 
@@ -199,7 +229,10 @@ def _from_json(folder: Path, index: Mapping[str, Any]) -> Store:
         raise ValueError(f"layout {index['layout']}, dtype {index['dtype']}")
     bundles = {}
     for item in index["bundles"]:
-        parts = tuple(Part(p["name"], tuple(p["shape"]), p["offset"]) for p in item["parts"])
+        parts = tuple(Part(p["name"], tuple(p["shape"]), p["offset"], p.get("weights", "")) for p in item["parts"])
+        for part in parts:
+            if part.weights and part.weights not in LAYOUTS:
+                raise ValueError(f"matrices in {part.weights}")
         bundles[item["name"]] = Bundle(**{**item, "parts": parts})
     config = translate(read_json(folder / "config.json"))
     table = PageTable(**index["page_sums"]) if index["format"] >= CHECKED else None
@@ -267,6 +300,7 @@ def arrange(
     item: int,
     *,
     is_tiled: bool = False,
+    weights: str = "bf16",
 ) -> list[Bundle]:
     """Lay out a store: decide where each parameter lies.
 
@@ -276,6 +310,7 @@ def arrange(
         layout: how feed-forwards lie.
         item: bytes of one number.
         is_tiled: whether matrices of layers lie in tiles; they must fit (``fits_tiles``).
+        weights: format of these matrices, one of ``LAYOUTS``; all but "bf16" need tiles.
 
     Raises:
         ConfigError: the layout is for another kind of model.
@@ -287,10 +322,13 @@ def arrange(
     specs = [("resident", resident, 1), *streamed]
     offset, bundles = PAGE, []
     lying = dict(shapes)
-    if is_tiled:
+    quantized = taken if weights != "bf16" else set()
+    if is_tiled and not quantized:
         lying |= {name: (out // LANES, width // 2, LANES, 2) for name in taken for out, width in [shapes[name]]}
     for name, names, count in specs:
         bundle = _records(config, name, count, layout, item) if count > 1 else _whole(name, names, lying, item)
+        if quantized and name != "resident":
+            bundle = _quantized(name, names, shapes, weights)
         bundles.append(replace(bundle, offset=offset))
         offset += bundle.num_pages_bytes
     return bundles
@@ -363,6 +401,14 @@ def _whole(name: str, names: list[str], shapes: Mapping[str, tuple[int, ...]], i
     return Bundle(name, 0, offset, tuple(parts))
 
 
+def _quantized(name: str, names: list[str], shapes: Mapping[str, tuple[int, ...]], weights: str) -> Bundle:
+    parts, offset = [], 0
+    for each in names:
+        parts.append(Part(each, shapes[each], offset, weights))
+        offset += parts[-1].num_bytes(0)
+    return Bundle(name, 0, offset, tuple(parts))
+
+
 def _records(c: ModelConfig, name: str, count: int, layout: Layout, item: int) -> Bundle:
     names = ["gate", "up", "down"] if c.gated else ["up", "down"]
     if layout == "selected":
@@ -383,8 +429,9 @@ def to_json(
     page_sums: PageTable,
 ) -> dict[str, Any]:
     """Return the index as it is written to JSON."""
+    is_quantized = any(part.weights for bundle in bundles for part in bundle.parts)
     return {
-        "format": CHECKED,
+        "format": QUANTIZED if is_quantized else CHECKED,
         "base": base,
         "identity": identity,
         "layout": layout,

@@ -29,7 +29,9 @@ from vivace.core.model import Decoder
 from vivace.core.parts import DenseParts
 from vivace.errors import CheckpointError
 from vivace.kernels import reference as kernels
+from vivace.kernels.layouts import Laid, num_tiles, some_tiles
 from vivace.kernels.library import LANES
+from vivace.kernels.low_bit import LowBit
 from vivace.kernels.native import Matrix, NativeBody
 from vivace.storage.io.async_reader import AsyncReader, PendingRead
 from vivace.storage.io.readers import aligned
@@ -48,7 +50,7 @@ class _Buffer:
     """The bundle that is in the buffer, or being read into it."""
     read: PendingRead | None = None
     """The read that fills the buffer, until somebody has waited for it."""
-    tensors: Mapping[str, Tensor] | None = None
+    tensors: Mapping[str, Laid] | None = None
 
 
 class Stream:
@@ -78,7 +80,13 @@ class Stream:
         return sum(len(buffer.memory) for buffer in self._buffers)
 
     def weight(self, unit: str, name: str) -> Tensor:
-        """Return a tensor of a bundle; it is valid until one of another bundle is asked for.
+        """Return a tensor of a bundle of plain numbers; it is valid as long as a matrix (see ``laid``)."""
+        found = self.laid(unit, name)
+        assert isinstance(found, Tensor)
+        return found
+
+    def laid(self, unit: str, name: str) -> Laid:
+        """Return a matrix of a bundle as it lies there; it is valid until one of another bundle is asked for.
 
         Raises:
             CheckpointError: it could not be read; the next call reads it again.
@@ -204,16 +212,38 @@ class StreamedTiles(nn.Module):
         self.stream = stream
         self.unit = unit
         self.name = name
-        tiles, pairs = next(part.shape for part in stream.store[unit].parts if part.name == name)[:2]
-        self.in_width = 2 * pairs
+        part = next(part for part in stream.store[unit].parts if part.name == name)
+        tiles, self.in_width = part.num_tiles, part.in_width
         self._tiles = slice(tiles) if half is None else slice(half * (tiles // 2), (half + 1) * (tiles // 2))
         self.bias = nn.Parameter(torch.empty(tiles * LANES)) if bias else None
 
     @property
     def matrix(self) -> Matrix:
         """The weights for native kernels, valid until those of another bundle are asked for."""
-        weight = self.stream.weight(self.unit, self.name)[self._tiles]
-        return Matrix(weight, self.bias, self.in_width, len(weight) * LANES)
+        weight = some_tiles(self.stream.laid(self.unit, self.name), self._tiles)
+        return Matrix(weight, self.bias, self.in_width, num_tiles(weight) * LANES)
+
+    def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        """(T, in) -> (T, out)."""
+        refuse_gradients(x)
+        return self.body.linear(self.matrix, x, add)
+
+
+class HeldTiles(nn.Module):
+    """A projection whose quantized matrix stays in memory as it lies in the store; ``put_tiles`` fills it."""
+
+    weight: LowBit | None = None
+
+    def __init__(self, body: NativeBody, bias: Tensor | None) -> None:
+        super().__init__()
+        self.body = body
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    @property
+    def matrix(self) -> Matrix:
+        """The weights for native kernels."""
+        assert self.weight is not None, "filled when the model is loaded"
+        return Matrix(self.weight, self.bias, self.weight.in_width, self.weight.out_width)
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """(T, in) -> (T, out)."""
@@ -271,20 +301,31 @@ class StreamedParts(DenseParts):
 
     def _tiles(
         self, body: NativeBody, unit: str, name: str, *, bias: bool = False, half: int | None = None
-    ) -> StreamedTiles | PackedLinear:
+    ) -> StreamedTiles | PackedLinear | HeldTiles:
         """Return a matrix or one half of its outputs, streamed, or resident and still to be filled (``put_tiles``)."""
         if unit in self.stream.units:
             return StreamedTiles(body, self.stream, unit, name, bias=bias, half=half)
-        tiles, *rest = next(part.shape for part in self.stream.store[unit].parts if part.name == name)
-        tiles = tiles if half is None else tiles // 2
+        part = next(part for part in self.stream.store[unit].parts if part.name == name)
+        tiles, rest = part.num_tiles if half is None else part.num_tiles // 2, part.shape[1:]
+        if part.weights:
+            return HeldTiles(body, torch.empty(tiles * LANES) if bias else None)
         return PackedLinear(body, torch.empty(tiles, *rest), torch.empty(tiles * LANES) if bias else None)
 
 
-def put_tiles(decoder: Decoder, name: str, tiles: Tensor) -> None:
+def put_tiles(decoder: Decoder, name: str, tiles: Laid) -> None:
     """Make tiles of a bundle a parameter of a decoder whose modules read tiles, where gate and up are two matrices."""
     if decoder.config.gated and name.endswith(".up.weight"):
-        halves = tiles.detach().chunk(2)
-        put(decoder, name.removesuffix("up.weight") + "gate.weight", halves[0])
-        put(decoder, name, halves[1])
+        count = num_tiles(tiles) // 2
+        _put_matrix(decoder, name.removesuffix("up.weight") + "gate.weight", some_tiles(tiles, slice(count)))
+        _put_matrix(decoder, name, some_tiles(tiles, slice(count, None)))
     else:
-        put(decoder, name, tiles)
+        _put_matrix(decoder, name, tiles)
+
+
+def _put_matrix(decoder: Decoder, name: str, matrix: Laid) -> None:
+    if isinstance(matrix, Tensor):
+        put(decoder, name, matrix.detach())
+        return
+    held = decoder.get_submodule(name.removesuffix(".weight"))
+    assert isinstance(held, HeldTiles), name
+    held.weight = matrix

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from vivace.core.config import ModelConfig, MoeConfig
+from vivace.core.cpu.low_bit import LowBitLinear
 from vivace.core.cpu.packed import PackedFeedForward, PackedLinear
 from vivace.core.layers import FeedForward, Linear
 from vivace.core.moe import Expert
 from vivace.errors import UnsupportedError
+from vivace.kernels.layouts import Laid, num_tiles, some_tiles
 from vivace.kernels.native import NativeBody
 from vivace.storage.experts.policy import Key
 from vivace.storage.io.async_reader import AsyncReader
@@ -90,16 +92,23 @@ class StoredExperts:
         """Return the feed-forward over the bytes of a slot."""
         up, down = (view(memory, part, self.store.dtype) for part in self._sample.parts)
         if self.body is None:
+            assert isinstance(up, Tensor)
+            assert isinstance(down, Tensor)
             return feed_forward_over(self.store.config, up, down)
         return packed_over(self.store.config, self.body, up, down)
 
 
-def packed_over(config: ModelConfig, body: NativeBody, up: Tensor, down: Tensor) -> Expert:
-    """Build the same as ``feed_forward_over`` from tiles, for the kernels that read them."""
+def packed_over(config: ModelConfig, body: NativeBody, up: Laid, down: Laid) -> Expert:
+    """Build the same as ``feed_forward_over`` from matrices as they lie in a store for native kernels."""
+
+    def linear(matrix: Laid) -> PackedLinear | LowBitLinear:
+        return PackedLinear(body, matrix) if isinstance(matrix, Tensor) else LowBitLinear(matrix, None, body)
+
     if not config.gated:
-        return PackedFeedForward(body, config.activation, 0, None, PackedLinear(body, up), PackedLinear(body, down))
-    gate, wide = (PackedLinear(body, half) for half in up.chunk(2))
-    return PackedFeedForward(body, config.activation, 0, gate, wide, PackedLinear(body, down))
+        return PackedFeedForward(body, config.activation, 0, None, linear(up), linear(down))
+    count = num_tiles(up) // 2
+    gate, wide = (linear(some_tiles(up, half)) for half in (slice(count), slice(count, None)))
+    return PackedFeedForward(body, config.activation, 0, gate, wide, linear(down))
 
 
 def feed_forward_over(config: ModelConfig, up: Tensor, down: Tensor) -> FeedForward:
