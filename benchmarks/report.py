@@ -37,6 +37,7 @@ from benchmarks import (
     screened_tables,
     speed_law,
     stream_tables,
+    stream_ways,
     tradeoff,
     truth_table,
 )
@@ -121,6 +122,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         techniques / "rivals.md": {"results": rivals_table.tables(rivals)},
         techniques / "multistream.md": {
             "results": stream_tables.beside_paper(rivals),
+            "ways": stream_ways.tables(RESULTS / "streams" / "ways.json"),
             "parts": stream_tables.parts(RESULTS / "streams" / "streams.json"),
             "shared mode": stream_tables.shared(RESULTS / "shared", starts()),
             "weights": stream_tables.weights(),
