@@ -87,7 +87,7 @@ def multistream(plan: StreamPlan, **fields: Any) -> Method:
         lambda model: Streams(config, model.config),
         lambda model, weights: StreamDrafter(model, weights, plan),
         lambda model, weights, ears: OfStreams(
-            model, MultistreamObjective(weights, MultistreamLoss(pruner=0.0), plan.attach), ears
+            model, MultistreamObjective(weights, MultistreamLoss(pruner=0.0), attach=plan.attach), ears
         ),
         by_level=True,
     )

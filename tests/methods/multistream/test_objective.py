@@ -158,7 +158,7 @@ def teach(model, attach="kept", **fields: object) -> tuple[Streams, list[dict[st
     text = own_words(model)
     torch.manual_seed(0)
     config = MultistreamConfig(streams=3, insertion_layer=2, rank=16, bottleneck=64, **fields)
-    task = MultistreamObjective(Streams(config, model.config), MultistreamLoss(), attach)
+    task = MultistreamObjective(Streams(config, model.config), MultistreamLoss(), attach=attach)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimiser = torch.optim.AdamW([{"params": g["params"]} for g in task.groups()], lr=4e-3)
     seen = []
