@@ -30,7 +30,9 @@ from benchmarks import (
     hostile_tables,
     pass_tables,
     plots,
+    prefill_growth,
     prefill_quality,
+    prompt_beside_streams,
     prompt_caches,
     rivals_own,
     rivals_table,
@@ -149,6 +151,8 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         techniques / "lazy.md": {
             "speed": first_token_tables.tables(RESULTS / "prefill"),
             "quality": prefill_quality.tables(RESULTS / "prefill" / "quality"),
+            "growth": prefill_growth.tables(RESULTS / "prefill" / "growth" / "smollm2-135m.json"),
+            "server": prompt_beside_streams.tables(RESULTS / "prefill" / "server"),
         },
         techniques / "adapters.md": {"speed": adapter_table.tables(RESULTS / "adapters")},
         techniques / "quantized_checkpoints.md": {

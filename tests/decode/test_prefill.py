@@ -205,7 +205,7 @@ class Noting(FullPrefill):
     def __init__(self) -> None:
         self.passes: list[dict[int, PromptPiece]] = []
 
-    def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
+    def open(self, model: Decoder, cache: KVCache, *, chunk: int, spans: int = 1) -> PrefillState:
         state = super().open(model, cache, chunk=chunk)
         read = state.read
 
@@ -231,7 +231,7 @@ class ByHalves:
         self.keeps = keeps
         self.is_exact = False
 
-    def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
+    def open(self, model: Decoder, cache: KVCache, *, chunk: int, spans: int = 1) -> PrefillState:
         return Halves(self, model, cache, chunk)
 
 

@@ -13,12 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft, Drafter, SlotState, TargetPass
+from vivace.core.step import Step
 from vivace.decode.forward import ForwardPass, threads_of
 from vivace.decode.plain import NoMemory
 
@@ -66,13 +70,15 @@ class Prefill(Protocol):
     drafter: Drafter | None
     """The only one that can decode after such a prompt; None where any may."""
 
-    def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
+    def open(self, model: Decoder, cache: KVCache, *, chunk: int, spans: int = 1) -> PrefillState:
         """Return an empty state for one session.
 
         Args:
             model: the decoder.
             cache: holds the entries of that session's sequences.
             chunk: number of tokens of a piece; cached prefixes end at multiples of it, or with the prompt.
+            spans: into how many pieces by layers the work on a chunk may be divided, so that decoding waits less; bits
+                do not depend on it.
         """
         ...
 
@@ -112,12 +118,18 @@ class FullPrefill:
     is_exact = True
     drafter: Drafter | None = None
 
-    def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
-        """Return the state of a session; since chunks are read completely, it remembers nothing."""
-        return _Chunks(model, cache, chunk)
+    def open(self, model: Decoder, cache: KVCache, *, chunk: int, spans: int = 1) -> PrefillState:
+        """Return the state of a session; it remembers chunks that have passed some of the layers."""
+        return _Chunks(model, cache, chunk, layer_spans(0, model.config.num_layers, model.config.num_layers, spans))
 
 
 FULL = FullPrefill()
+
+
+def layer_spans(start: int, stop: int, num_layers: int, spans: int) -> list[tuple[int, int]]:
+    """Divide layers start..stop-1 so that no part has more than ``1 / spans`` of all layers, rounded up."""
+    size = -(-num_layers // spans)
+    return [(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 class _Chunks(NoMemory):
@@ -127,37 +139,85 @@ class _Chunks(NoMemory):
     one by one as while decoding. So a prompt gives the same bits whatever else is running.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, chunk: int) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, chunk: int, spans: Sequence[tuple[int, int]]) -> None:
         self._model = model
         self._cache = cache
         self._chunk = chunk
         self._forward = ForwardPass()
+        self._kinds = {_kind(by, start): (by == "chunks", start, stop) for start, stop in spans for by in _BY}
+        self._spans = spans
+        self._partly: dict[int, Tensor] = {}
+        """By slot, residuals of a chunk that has passed some of the layers."""
 
     def plan(self, slot: int, prompt: Sequence[int], known: int) -> Sequence[PromptPiece]:
         """Return the chunks after the ``known`` tokens."""
         last = len(prompt) - 1
         starts = [known, *range(known - known % self._chunk + self._chunk, last, self._chunk)] if known < last else []
-        pieces = [self._piece(first, min(first - first % self._chunk + self._chunk, last)) for first in starts]
-        assert all(piece.kind == "rows" or piece.first % self._chunk == 0 for piece in pieces), (
+        pieces = [
+            piece
+            for first in starts
+            for piece in self._pieces(first, min(first - first % self._chunk + self._chunk, last))
+        ]
+        assert all(piece.kind.startswith("rows") or piece.first % self._chunk == 0 for piece in pieces), (
             "chunks have their place"
         )
         return pieces
 
     def plan_again(self, first: int, stop: int) -> Sequence[PromptPiece]:
         """Rows, which they were when they were written."""
-        return [PromptPiece(at, min(at + self._chunk, stop), "rows", 0) for at in range(first, stop, self._chunk)]
+        kinds = [_kind("rows", start) for start, _ in self._spans]
+        starts = range(first, stop, self._chunk)
+        return [PromptPiece(at, min(at + self._chunk, stop), kind, 0) for at in starts for kind in kinds]
 
-    def _piece(self, first: int, stop: int) -> PromptPiece:
-        kind = "rows" if stop <= self._model.backend.rows_up_to else "chunks"
-        return PromptPiece(first, stop, kind, stop - first)
+    def _pieces(self, first: int, stop: int) -> list[PromptPiece]:
+        """Return the pieces of a chunk, span by span; it is read with the last one."""
+        by = "rows" if stop <= self._model.backend.rows_up_to else "chunks"
+        last = self._spans[-1]
+        return [
+            PromptPiece(first, stop, _kind(by, span[0]), stop - first if span == last else 0) for span in self._spans
+        ]
 
     def read(self, pieces: Mapping[int, PromptPiece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
-        """Run one pass over a chunk of each slot."""
+        """Run one pass over a chunk of each slot, through a span of the layers."""
         tokens = {slot: prompts[slot][piece.first : piece.stop] for slot, piece in pieces.items()}
         draft = Draft.committed_only(tokens, is_prompt=True, device=self._cache.device)
-        is_chunk = next(iter(pieces.values())).kind == "chunks"
+        is_chunk, start, stop = self._kinds[next(iter(pieces.values())).kind]
+        if start:
+            hidden = torch.cat([self._partly[slot] for slot in tokens])
+            draft = replace(draft, hidden=hidden, entry_layer=start)
+        num_layers, counts = self._model.config.num_layers, {slot: len(chunk) for slot, chunk in tokens.items()}
+        passes = {slot: (stop - start) * count for slot, count in counts.items()}
         with nullcontext() if is_chunk else threads_of(self._model):
+            if stop < num_layers:
+                step = Step.of(draft, self._cache, chunk=is_chunk)
+                h = self._model.embed(draft.tokens, step) if draft.hidden is None else draft.hidden
+                h = self._model.run(h, step, start, stop)
+                self._partly |= dict(zip(tokens, h.split(list(counts.values())), strict=True))
+                nothing = Draft.committed_only({}, is_prompt=True, device=self._cache.device)
+                return PrefillPass(nothing, TargetPass(h[:0], torch.arange(0)), {}, passes)
             passed = self._forward.run(self._model, draft, self._cache, chunk=is_chunk)
-        counts = {slot: len(chunk) for slot, chunk in tokens.items()}
-        num_layers = self._model.config.num_layers
-        return PrefillPass(draft, passed, counts, {slot: num_layers * count for slot, count in counts.items()})
+        for slot in tokens:
+            self._partly.pop(slot, None)
+        return PrefillPass(draft if not start else replace(draft, hidden=None, entry_layer=0), passed, counts, passes)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget chunks."""
+        for slot in slots:
+            self._partly.pop(slot, None)
+
+    def saved(self) -> object:
+        """Return chunks that have passed some of the layers; they are replaced, never changed."""
+        return dict(self._partly)
+
+    def restore(self, saved: object) -> None:
+        """Go back to ``saved``."""
+        assert isinstance(saved, dict)
+        self._partly = dict(saved)
+
+
+_BY = ("rows", "chunks")
+
+
+def _kind(by: str, start: int) -> str:
+    """Return the kind of pieces that enter a layer and attend in one way."""
+    return f"{by} from layer {start}" if start else by

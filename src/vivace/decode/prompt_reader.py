@@ -28,7 +28,8 @@ class PromptReader:
             cache: where entries go.
             owned: states of parts of the model that remember the session's sequences.
             chunk: number of prompt tokens of a piece.
-            budget: largest number of rows in one pass; at least one piece runs.
+            budget: largest number of rows in one pass; at least one piece runs. A piece of more rows passes so many
+                layers at once as make the work of that many rows.
         """
         self.num_read = self.num_asked = 0
         """Number of prompt tokens read, and in all, since the reader was last without work."""
@@ -43,7 +44,9 @@ class PromptReader:
     def state_of(self, prefill: Prefill) -> PrefillState:
         """Return the session's state for a prefill, opened when a request first names it."""
         if id(prefill) not in self._states:
-            self._states[id(prefill)] = prefill, prefill.open(self._model, self._cache, chunk=self._chunk)
+            spans = -(-self._chunk // self._budget)
+            state = prefill.open(self._model, self._cache, chunk=self._chunk, spans=spans)
+            self._states[id(prefill)] = prefill, state
         return self._states[id(prefill)][1]
 
     def keep_only(self, named: set[int]) -> None:

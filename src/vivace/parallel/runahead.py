@@ -75,7 +75,7 @@ class RunaheadPrefill:
         """Why the last prompt was read as it was, where ``way`` is "auto"."""
         self._lock = threading.Lock()
 
-    def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
+    def open(self, model: Decoder, cache: KVCache, *, chunk: int, spans: int = 1) -> PrefillState:
         """Return the state of a session."""
         return _RunaheadState(self, model, cache, chunk)
 

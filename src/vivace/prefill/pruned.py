@@ -34,7 +34,7 @@ from vivace.core.seams import Draft, Drafter, TargetPass
 from vivace.core.step import Step
 from vivace.decode.forward import threads_of
 from vivace.decode.plain import NoMemory
-from vivace.decode.prefill import PrefillPass, PrefillState, PromptPiece
+from vivace.decode.prefill import PrefillPass, PrefillState, PromptPiece, layer_spans
 from vivace.errors import UnsupportedError
 from vivace.prefill.learned import LearnedScores
 from vivace.prefill.returning import ReturningDrafter, ReturningPass
@@ -106,9 +106,11 @@ class PrunedPrefill:
             points = [PrunePoint(point.layer, keep) for point, keep in pairs]
             self.drafter = ReturningDrafter(width_bytes, ReturningPass(points))
 
-    def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
+    def open(self, model: Decoder, cache: KVCache, *, chunk: int, spans: int = 1) -> PrefillState:
         """Return the state of a session."""
-        return self._state(self, model, cache, chunk)
+        state = self._state(self, model, cache, chunk)
+        state.divide(spans)
+        return state
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class _PartlyRead:
     """(tokens - 1, E) residual of each token at the last layer that it passed."""
     out: tuple[Tensor, ...] = ()
     """What left the present part so far, chunk by chunk."""
+    midway: Tensor | None = None
+    """Residuals of the present chunk where it has passed some layers of the part."""
     kept: tuple[tuple[int, int], ...] = ()
     parts: tuple[Tensor, ...] = ()
     """``positions`` of the parts below the present one."""
@@ -141,8 +145,19 @@ class Pruning(NoMemory):
         self._begins_pruned = bool(points) and points[0].layer == 0
         spans = self._schedule.spans(model.config.num_layers)
         self._spans = spans[1:] if self._begins_pruned else spans
-        self._parts = {_kind(place, by): place for place in range(len(self._spans)) for by in _BY}
         self._readings: dict[int, _PartlyRead] = {}
+        self.divide(1)
+
+    def divide(self, spans: int) -> None:
+        """Let chunks pass at most ``1 / spans`` of all layers in one piece."""
+        num_layers = self._model.config.num_layers
+        self._divided = [layer_spans(start, stop, num_layers, spans) for start, stop in self._spans]
+        self._kinds = {
+            _kind(part, start, by): (part, start, stop)
+            for part, own in enumerate(self._divided)
+            for start, stop in own
+            for by in _BY
+        }
 
     def _counts(self, length: int) -> tuple[int, ...]:
         counts = self._schedule.counts(length)
@@ -178,7 +193,9 @@ class Pruning(NoMemory):
                     num_read = count - further
                 if part == 0 and first == 0:
                     num_read += length - counts[0]  # those that were pruned before
-                pieces.append(PromptPiece(first, stop, _kind(part, by), num_read))
+                own = [start for start, _ in self._divided[part]]
+                pieces += [PromptPiece(first, stop, _kind(part, start, by), 0) for start in own[:-1]]
+                pieces.append(PromptPiece(first, stop, _kind(part, own[-1], by), num_read))
         return pieces
 
     def plan_again(self, first: int, stop: int) -> Sequence[PromptPiece]:
@@ -188,16 +205,17 @@ class Pruning(NoMemory):
     def read(self, pieces: Mapping[int, PromptPiece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
         """Run the next chunk of each slot through its part of the layers, and prune where it was the last."""
         kind = next(iter(pieces.values())).kind
-        part = self._parts[kind]
-        start, stop = self._spans[part]
+        part, start, stop = self._kinds[kind]
+        is_last = stop == self._spans[part][1]
         rows = {slot: range(piece.first, min(piece.stop, self._num_rows(slot))) for slot, piece in pieces.items()}
         passes = {slot: len(own) * (stop - start) for slot, own in rows.items()}
         is_chunk = kind.endswith("chunks")
         with nullcontext() if is_chunk else threads_of(self._model):
             for slot, out in self._run(rows, start, stop, chunk=is_chunk).items():
                 reading = self._readings[slot]
-                self._readings[slot] = replace(reading, out=(*reading.out, out))
-        done = [slot for slot in pieces if rows[slot].stop == self._num_rows(slot)]
+                midway, all_out = (None, (*reading.out, out)) if is_last else (out, reading.out)
+                self._readings[slot] = replace(reading, out=all_out, midway=midway)
+        done = [slot for slot in pieces if is_last and rows[slot].stop == self._num_rows(slot)]
         finished = []
         for slot in done:
             self._end_part(slot)
@@ -230,7 +248,11 @@ class Pruning(NoMemory):
         entries = torch.tensor([place for own in rows.values() for place in own], device=device)
         positions = torch.cat([self._readings[slot].positions[own.start : own.stop] for slot, own in rows.items()])
         step = Step.packed(self._cache, slots, positions, entries, chunk=chunk)
-        inputs = [self._inputs(slot, own, step) for slot, own in rows.items()]
+        midway = [self._readings[slot].midway for slot in rows]
+        inputs = [
+            self._inputs(slot, own, step) if half is None else half
+            for (slot, own), half in zip(rows.items(), midway, strict=True)
+        ]
         h = self._model.embed(torch.cat(inputs), step) if start == 0 else torch.cat(inputs)
         out = self._model.run(h, step, start, stop).split([len(own) for own in rows.values()])
         return dict(zip(rows, out, strict=True))
@@ -366,6 +388,6 @@ class Pruning(NoMemory):
 _BY = ("rows", "chunks")
 
 
-def _kind(part: int, by: str) -> str:
+def _kind(part: int, start: int, by: str) -> str:
     """Return the kind of pieces that may share a pass: they pass the same layers, and attend in the same way."""
-    return f"part {part} by {by}"
+    return f"part {part} from layer {start} by {by}"

@@ -68,7 +68,8 @@ class ServeConfig:
     read_timeout_s: float = 60.0
     """Longest time that a client may read nothing of an answer that is ready for it."""
     prefill_budget: int = 256
-    """Number of prompt tokens read between two decoding steps; a small one delays running answers less."""
+    """Number of prompt tokens read between two decoding steps; a small one delays running answers less. Fewer than 256
+    are as much work: a chunk in some of the layers."""
     prefix_cache_bytes: int = 256 << 20
     """Largest memory for keys and values of earlier texts, given back when running ones need it; 0 keeps none."""
     grace_s: float = 10.0
