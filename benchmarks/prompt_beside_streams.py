@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import torch
 
@@ -61,7 +61,7 @@ class Streams:
     def _run(self, number: int) -> None:
         prompt = [1000 + 31 * number + place for place in range(16)]
         body = {"prompt": prompt, "max_tokens": self._tokens, "ignore_eos": True, "stream": True}
-        with httpx.Client(base_url=self._url, timeout=300) as client:
+        with httpx2.Client(base_url=self._url, timeout=300) as client:
             while not self._over.is_set():
                 self.times[number].append(float("nan"))  # the wait for a first token is none between two
                 with client.stream("POST", "/v1/completions", json=body) as reply:
@@ -94,7 +94,7 @@ def percentiles(gaps: Sequence[float]) -> dict[str, float]:
 def measure(url: str, prompt: Sequence[int], repeats: int) -> dict[str, Any]:
     """Return the seconds between tokens without the prompt and with it, in each way of reading it."""
     body = {"prompt": list(prompt), "max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "min_prompt": None}
-    with httpx.Client(base_url=url, timeout=600) as client:
+    with httpx2.Client(base_url=url, timeout=600) as client:
 
         def ask(way: dict[str, Any]) -> list[int]:
             reply = client.post("/v1/completions", json={**body, **way, "cache_salt": str(time.perf_counter())}).json()
