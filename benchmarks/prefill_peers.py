@@ -1,0 +1,150 @@
+"""Reading a long prompt in full beside llama.cpp and transformers: ``python -m benchmarks.prefill_peers MODEL``.
+
+All systems have the same weights in the checkpoint's dtype (transformers: its faster one), the same tokens and threads,
+and read prompts in turns; the first reading of each is not timed. The time of our reading is divided by a fit over the
+lengths, ``seconds = a n + b n^2``: the part that grows with the number of tokens is that of the matrices, and its rate
+is given as a share of the rate of PyTorch's product of large matrices of bfloat16 on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import vivace
+from benchmarks import captions
+from tools.blocks import table
+from vivace.engine import Engine
+from vivace.evaluate.benchmark import BenchmarkPrompt
+from vivace.evaluate.others import watched_others
+from vivace.evaluate.peers import HEAT_PROMPTS, peer_systems
+from vivace.evaluate.provenance import provenance
+
+NAMES = ("llama.cpp", "transformers")
+
+
+def peak_flops(seconds: float = 1.0) -> float:
+    """Return the operations a second of PyTorch's product of bfloat16 matrices, the best of three shapes."""
+    best = 0.0
+    for rows, inner, columns in ((1024, 1536, 1536), (2048, 2048, 2048), (256, 576, 3072)):
+        a, b = torch.randn(rows, inner).bfloat16(), torch.randn(inner, columns).bfloat16()
+        a @ b
+        count, started = 0, time.perf_counter()
+        while time.perf_counter() < started + seconds / 3:
+            a @ b
+            count += 1
+        best = max(best, 2 * rows * inner * columns * count / (time.perf_counter() - started))
+    return best
+
+
+def matrix_flops(engine: Engine) -> float:
+    """Return the operations of the layers' matrices for one token, two for each number."""
+    c = engine.model.config
+    heads = c.width * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+    return 2.0 * c.num_layers * (heads + 3 * c.width * c.ffn_width)
+
+
+def measure(engine: Engine, folder: Path, lengths: Sequence[int], compared: int, repeats: int) -> dict[str, Any]:
+    """Return seconds by system and length, and the fit."""
+    draws = torch.Generator().manual_seed(0)
+    tokens = torch.randint(100, engine.model.config.vocab_size - 100, (max(lengths) + 1,), generator=draws).tolist()
+
+    def ours(length: int) -> float:
+        started = time.perf_counter()
+        engine.generate(tokens[:length], method="plain", max_new_tokens=1, ignore_eos=True)
+        return time.perf_counter() - started
+
+    long = BenchmarkPrompt("", tuple(tokens[:compared]))
+    short = BenchmarkPrompt("", tuple(tokens[:256]))
+    asked = [*[short] * HEAT_PROMPTS, long]
+    peers, heat = peer_systems(NAMES, folder, asked, max_new_tokens=1, device=torch.device("cpu"))
+    ours(min(lengths))
+    by_length = {length: [ours(length) for _ in range(repeats)] for length in lengths if length != compared}
+    times: dict[str, list[float]] = {"vivace": [], **{peer.name: [] for peer in peers}}
+    for turn in range(repeats + 1):
+        own = ours(compared)
+        rest = {peer.name: peer.answer([long]).total_s for peer in peers}
+        if turn:
+            times["vivace"].append(own)
+            for name, seconds in rest.items():
+                times[name].append(seconds)
+    by_length[compared] = times["vivace"]
+    medians = {length: statistics.median(seconds) for length, seconds in by_length.items()}
+    sizes = np.array(sorted(medians), dtype=np.float64)
+    seconds = np.array([medians[int(size)] for size in sizes])
+    weighted = np.stack((sizes, sizes**2), 1) / seconds[:, None]
+    a, b = np.linalg.lstsq(weighted, np.ones(len(sizes)), rcond=None)[0]
+    peak = peak_flops()
+    return {
+        "compared": compared,
+        "times": times,
+        "dtype": None if heat is None else heat.dtype,
+        "by_length": {str(length): value for length, value in by_length.items()},
+        "peak_flops": peak,
+        "matrices_share_of_peak": matrix_flops(engine) / a / peak,
+        "attention_share": {str(int(size)): float(b * size / (a + b * size)) for size in sizes},
+    }
+
+
+def tables(folder: Path) -> str:
+    """Return the tables of all committed runs."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        written = json.loads(path.read_text(encoding="utf-8"))
+        found, setting = written["found"], written["setting"]
+        head = f"{captions.heading(written['provenance'], setting['kernels'])}{captions.others(setting)}"
+        parts.append(f"{head}; {setting['model']}, a prompt of {found['compared']:,} tokens, in turns.")
+        medians = {name: statistics.median(seconds) for name, seconds in found["times"].items()}
+        names = {"transformers": f"transformers, {found['dtype']}", "llama.cpp": "llama.cpp, bfloat16"}
+        rows = [
+            (names.get(name, name), f"{1e3 * value:,.0f} ms", f"{value / medians['vivace']:.2f}")
+            for name, value in medians.items()
+        ]
+        parts.append(table(("system", "first token", "beside vivace"), rows))
+        parts.append(_lengths(found))
+    return "\n\n".join(parts) or "No run is committed yet."
+
+
+def _lengths(found: Mapping[str, Any]) -> str:
+    """Return the table by length, and what the matrices reach."""
+    rows = [
+        (f"{int(length):,}", f"{1e3 * statistics.median(seconds):,.0f} ms", f"{found['attention_share'][length]:.0%}")
+        for length, seconds in sorted(found["by_length"].items(), key=lambda pair: int(pair[0]))
+    ]
+    reached = f"{found['matrices_share_of_peak']:.0%} of {found['peak_flops'] / 1e9:,.0f} GFLOP/s"
+    listed = table(("prompt tokens", "full reading", "of it grows with the square"), rows)
+    return f"{listed}\n\nWhat grows with the number of tokens reaches {reached}, PyTorch's product of matrices."
+
+
+def main() -> None:
+    """Measure and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--lengths", default="1024,4000,8000")
+    parser.add_argument("--compared", type=int, default=4000)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    engine = vivace.load(asked.model)
+    lengths = [int(length) for length in asked.lengths.split(",")]
+    with watched_others() as others:
+        found = measure(engine, Path(asked.model), lengths, asked.compared, asked.repeats)
+    print(json.dumps(found, indent=1))
+    if asked.json is not None:
+        setting = {"model": Path(asked.model).name, "kernels": engine.kernels.name}
+        setting["others_cpu_share"] = others.cpu_share
+        written = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "found": found}
+        asked.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
