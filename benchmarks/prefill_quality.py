@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 import vivace
-from benchmarks.prefill_tables import tables as tables
 from vivace.core.step import Step
 from vivace.decode.session import Session
 from vivace.engine import Engine, Options

@@ -26,6 +26,15 @@ HEADINGS = (
     "as full",
 )
 
+PAPER = (
+    ("full", 22.43, None),
+    ("random", 16.77, 1.19),
+    ("static", 19.93, 2.16),
+    ("LazyLLM", 22.31, 2.34),
+)
+"""Multi-document questions of LongBench with Llama 2 7B on a GPU: score, and how much sooner the first token came
+(arXiv:2407.14057, table 1)."""
+
 Answers = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
@@ -76,3 +85,30 @@ def tables(folder: Path) -> str:
             )
             parts.append(table(HEADINGS, rows_of(answers, is_timed=is_timed)))
     return "\n\n".join(parts) or "No run is committed yet."
+
+
+def beside_paper(folder: Path, name: str) -> str:
+    """Return the paper's table of multi-document questions and, below it, ours of the set of that name."""
+    rows = [
+        ("paper, Llama 2 7B", way, f"{score:.2f}", f"{score / PAPER[0][1]:.0%}", f"{sooner:.2f}x" if sooner else "")
+        for way, score, sooner in PAPER
+    ]
+    for path in sorted(folder.glob("*.json")):
+        written = json.loads(path.read_text(encoding="utf-8"))
+        answers = written["answers"].get(name) or {"full": ()}
+        full = answers["full"]
+        if not full or not sum(one["contains"] for one in full):
+            continue
+        seconds = statistics.mean(one["first_token_s"] for one in full)
+        for way, own in answers.items():
+            score = statistics.mean(one["contains"] for one in own)
+            rows.append(
+                (
+                    f"{written['setting']['model']}, {len(full)} questions",
+                    way,
+                    f"{100 * score:.0f}",
+                    f"{score / statistics.mean(one['contains'] for one in full):.0%}",
+                    "" if way == "full" else f"{seconds / statistics.mean(one['first_token_s'] for one in own):.2f}x",
+                )
+            )
+    return table(("model", "prefill", "score", "of full", "first token sooner"), rows)

@@ -32,7 +32,7 @@ from benchmarks import (
     plots,
     prefill_growth,
     prefill_peers,
-    prefill_quality,
+    prefill_tables,
     prompt_beside_streams,
     prompt_caches,
     rivals_own,
@@ -151,7 +151,8 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         },
         techniques / "lazy.md": {
             "speed": first_token_tables.tables(RESULTS / "prefill"),
-            "quality": prefill_quality.tables(RESULTS / "prefill" / "quality"),
+            "quality": prefill_tables.tables(RESULTS / "prefill" / "quality"),
+            "beside": prefill_tables.beside_paper(RESULTS / "prefill" / "quality", "nq20"),
             "growth": prefill_growth.tables(RESULTS / "prefill" / "growth" / "smollm2-135m.json"),
             "peers": prefill_peers.tables(RESULTS / "prefill" / "peers"),
             "server": prompt_beside_streams.tables(RESULTS / "prefill" / "server"),

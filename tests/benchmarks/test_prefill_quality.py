@@ -1,0 +1,63 @@
+"""What pruned prompts cost and save: one reading gives what several would, and tables say what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vivace
+from benchmarks import prefill_tables
+from benchmarks.prefill_quality import QuestionSet, ask, measure, way_of
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.prompts import Prompt
+from vivace.recipes.lazy_plan import LongPrompt
+from vivace.recipes.lazy_plan import ask as ask_by_force
+
+
+@pytest.mark.parametrize("keep", [None, "1:0.4", "2:0.5"])
+def test_the_likelihood_is_that_of_an_answer_that_is_forced(tmp_path: Path, keep: str | None) -> None:
+    engine = vivace.load(make_checkpoint(tmp_path, context=1024, layers=4))
+    question = Prompt("The river is called Wye and it is long. " * 9, ("Wye and more",), "multidoc")
+    found = ask(engine, question, way_of("full" if keep is None else f"lazy:{keep}"))
+    tokens = engine.tokenizer.encode_prompt(question.request, raw=False)
+    gold = engine.tokenizer.encode(question.references[0], special=False)
+    forced = ask_by_force(engine, LongPrompt(tuple(tokens), tuple(gold)), keep)
+    assert found["nll"] == pytest.approx(forced.nll, abs=1e-4)
+    assert found["share"] == pytest.approx(forced.share, abs=1e-3)
+    options: dict[str, Any] = {"method": "plain", "do_sample": False, "max_new_tokens": 12}
+    plain = engine.generate(list(tokens), **options, **way_of("full" if keep is None else f"lazy:{keep}"))[0]
+    assert found["answer"] == plain.text
+
+
+def test_halves_do_not_meet_and_a_file_is_gone_on_with(tmp_path: Path) -> None:
+    engine = vivace.load(make_checkpoint(tmp_path / "model", context=1024, layers=2))
+    source = tmp_path / "rows.jsonl"
+    rows = [
+        {"question": f"who is {n}", "answers": [str(n)], "ctxs": [{"title": "t", "text": f"{n}"}]} for n in range(8)
+    ]
+    source.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    own = QuestionSet.of(f"few=multidoc:{source}:2:3")
+    a, b = ({one.references[0] for one in own.questions(half, 7)} for half in "AB")
+    assert {int(name) % 2 for name in a} == {0}
+    assert {int(name) % 2 for name in b} == {1}
+    ways = {"full": {}, "lazy:1:0.5": way_of("lazy:1:0.5")}
+    found: dict[str, Any] = {}
+    measure(engine, [own], ways, "B", float("inf"), found)
+    assert [len(answers) for answers in found["few"].values()] == [3, 3]
+    assert "answer" not in found["few"]["full"][0], "texts of a data set stay where they are"
+    assert all(one["agrees"] for one in found["few"]["full"])
+    measure(engine, [own], ways, "B", float("inf"), found)
+    assert len(found["few"]["full"]) == 3
+    written = {
+        "provenance": {"cpu": "A", "num_threads": 1, "commit": "c", "best_kernels": "k"},
+        "setting": {"model": "m", "kernels": "k", "others_cpu_share": 0.0},
+        "answers": found,
+    }
+    (tmp_path / "found.json").write_text(json.dumps(written), encoding="utf-8")
+    text = prefill_tables.tables(tmp_path)
+    assert "few: 3 questions" in text
+    assert "| lazy:1:0.5 |" in text
+    assert "LazyLLM | 22.31 | 99% | 2.34x" in prefill_tables.beside_paper(tmp_path, "few")
