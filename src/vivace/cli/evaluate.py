@@ -12,6 +12,7 @@ import typer
 from vivace.cli import options
 from vivace.cli.console import console
 from vivace.cli.evaluate_wires import WireFlags, evaluate_wires
+from vivace.cli.judging import check_unused, judge_models
 from vivace.cli.loading import open_engine
 from vivace.cli.prompting import Limit, Prompts, questions_of, read_prompts, split_names
 from vivace.errors import ConfigError
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 STORED = "bf16"
 """Format that every other one is compared with: the weights as stored."""
 
+FORMATS = "bf16,int8,q4"
+"""What is compared unless said otherwise."""
+
+LONGEST = 96
+"""Tokens of an answer unless said otherwise."""
+
 SHOWN = {"bleu": "BLEU", "rouge_l": "ROUGE-L", "slot_error_rate": "slot errors", "exact_match": "exact match"}
 SHOWN |= {"contains": "contain an answer", "f1": "F1"}
 """Metrics in the table, with the heads of their columns."""
@@ -35,13 +42,24 @@ SHOWN |= {"contains": "contain an answer", "f1": "F1"}
 @options.grouped
 def evaluate(
     *,
-    model: Annotated[
-        str | None, typer.Argument(help="Folder, Hub id or GGUF file; left out: the model that ships.")
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Folder, Hub id or GGUF file; left out: the model that ships. With --tasks several: the others are "
+            "compared with the first.",
+            metavar="[MODEL]...",
+        ),
     ] = None,
-    weights: Annotated[str, typer.Option(help="Formats to compare, with commas; bf16 is as stored.")] = "bf16,int8,q4",
+    tasks: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Task file (vivace data zeroshot|wikitext), judged by likelihood instead of answers; repeatable."
+        ),
+    ] = None,
+    weights: Annotated[str, typer.Option(help="Formats to compare, with commas; bf16 is as stored.")] = FORMATS,
     prompts: Prompts = "e2e",
     limit: Limit = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = 96,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=1)] = LONGEST,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     kernels: options.Kernels = "auto",
@@ -59,18 +77,30 @@ def evaluate(
     model as stored reads its own in full; what is only known of a full reading is left out.
 
     With --wire it measures instead what forms of sums over ranks change, by the perplexity of a text.
+
+    With --tasks models are judged by how likely they find the right options and texts.
     """
     from vivace.evaluate.fidelity import compare_weights
     from vivace.evaluate.provenance import provenance
     from vivace.kernels.low_bit import Weights, check_weights
 
     load = options.LoadFlags(adapter, device=device, dtype=dtype, kernels=kernels, ignore_config_key=ignore_config_key)
+    way = options.given(**vars(reading))
+    if tasks:
+        given = {"--weights": weights != FORMATS, "--prompts": prompts != "e2e", "--raw": raw, "--prefill": bool(way)}
+        given |= {"--wire": wires != WireFlags()}
+        given["--max-new-tokens"] = max_new_tokens != LONGEST
+        check_unused(given)
+        judge_models(models or [None], tasks, load, limit=limit, use=use, as_json=as_json)
+        return
+    if models and len(models) > 1:
+        raise ConfigError(f"{len(models)} models are compared by --tasks FILE; without it name one")
+    model = models[0] if models else None
     if wires.wire is not None:
         evaluate_wires(model, wires, load, as_json=as_json)
         return
     if wires != WireFlags():
         raise ConfigError("--ranks, --simulate, --text and --windows have no effect without --wire; leave them out")
-    way = options.given(**vars(reading))
     names = [check_weights(name) for name in split_names(weights)]
     if not names:
         raise ConfigError(f"--weights {weights!r} names no format; give some of {', '.join(get_args(Weights))}")
