@@ -8,10 +8,30 @@ from pathlib import Path
 from vivace.checkpoint.families import family_of
 from vivace.checkpoint.load import read_config
 from vivace.checkpoint.lora_config import CONFIG
-from vivace.checkpoint.peft import TENSORS, ModuleTable, load_lora
+from vivace.checkpoint.peft import TENSORS, ModuleTable, base_of, load_lora
 from vivace.core.low_rank import FixedFactors
 from vivace.core.model import Decoder
-from vivace.errors import NotFoundError, UnsupportedError
+from vivace.errors import MismatchError, NotFoundError, UnsupportedError
+
+RECOVERY = "recovery"
+"""Name of the LoRA that wins back what a checkpoint has lost to few bits, and of its folder in ``<model>/adapters``."""
+
+
+def recovery_of(base: Path) -> Path | None:
+    """Return the folder of the LoRA that a checkpoint wears unless another one is named; None where it has none.
+
+    Raises:
+        MismatchError: its file does not say which checkpoint it is for.
+    """
+    folder = base / "adapters" / RECOVERY
+    if not (folder / CONFIG).is_file():
+        return None
+    if base_of(folder, None) is None:
+        raise MismatchError(
+            f"{folder} does not say which checkpoint it is for; train one with vivace train recover, or put it "
+            f"elsewhere and name it (--adapter {RECOVERY}=DIR --use {RECOVERY})"
+        )
+    return folder
 
 
 def table_of(base: Path, model: Decoder) -> ModuleTable:

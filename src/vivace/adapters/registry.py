@@ -159,6 +159,8 @@ class Registry:
         """How often factors were brought into memory."""
         self.num_evicted = 0
         """How often they left to make room."""
+        self.default: str | None = None
+        """Name of the one that calls wear which name none; None lets them wear none."""
         self._known: OrderedDict[str, Known] = OrderedDict()
         """The least recently used first."""
         self._lock = threading.RLock()
@@ -272,6 +274,15 @@ class Registry:
         """
         with self._lock:
             return Source(self, self.find(name))
+
+    def worn(self, name: str | None) -> Source | None:
+        """Return what a request carries that names an adapter or none: by default ``default``, if there is such.
+
+        Raises:
+            NotFoundError: there is none of this name.
+        """
+        chosen = self.default if name is None else name
+        return None if chosen is None else self.source(chosen)
 
     def can_bring(self, known: Known) -> bool:
         """Return whether an adapter is in memory; if it is not, begin to read it where running requests leave room.

@@ -141,7 +141,7 @@ class Worn:
     @property
     def num_bytes(self) -> int:
         """Return the bytes of its weights, those of the LoRA included."""
-        return self.engine.num_bytes + (0 if self.use is None else self.engine.adapters.find(self.use).num_bytes)
+        return self.engine.num_bytes + self.engine.adapters.num_bytes
 
     def logits(self, token_ids: Sequence[Sequence[int]]) -> Tensor:
         """Return the next-token logits at every position, (B, T) -> (B, T, V)."""

@@ -69,6 +69,7 @@ def open_engine(
         kernels=load.kernels,
         weights=load.weights,
         screened_head=load.screened_head,
+        recovery=load.recovery,
         kv=load.kv,
         memory=store.memory,
         reader=store.reader,

@@ -84,6 +84,14 @@ ScreenedHead = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+Recovery = Annotated[
+    bool,
+    typer.Option(
+        "--recovery/--no-recovery",
+        help="Wear MODEL/adapters/recovery where it is: what few bits have lost, won back.",
+        rich_help_panel=_MODEL,
+    ),
+]
 Memory = Annotated[
     str | None,
     typer.Option(
@@ -271,6 +279,7 @@ class LoadFlags:
     kernels: Kernels = "auto"
     weights: Weights = "bf16"
     screened_head: ScreenedHead = None
+    recovery: Recovery = True
     ignore_config_key: IgnoreConfigKey = None
     kv: KeyValues = "same"
 

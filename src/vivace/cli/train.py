@@ -74,7 +74,9 @@ def train(
             raise ConfigError(
                 "a guard is learnt in memory and takes what it takes; leave out --memory, --reader, --minutes"
             )
-        load = options.LoadFlags(device=device, dtype=dtype, kernels="torch", ignore_config_key=ignore_config_key)
+        load = options.LoadFlags(
+            device=device, dtype=dtype, kernels="torch", ignore_config_key=ignore_config_key, recovery=False
+        )
         place, report = out or _place_of(model, GUARD), _report(tensorboard)
         train_guard(open_engine(model, (), load), changes or [], _rows(data or []), place, report, as_json=as_json)
         return
@@ -105,7 +107,9 @@ def train(
             raise ConfigError("say where the LoRA goes: --out DIR; the name of the folder is what requests call it")
         out = out or _place_of(model, found.folder)
         prompts = _rows(data or [])
-        load = options.LoadFlags(device=device, dtype=dtype, kernels="torch", ignore_config_key=ignore_config_key)
+        load = options.LoadFlags(
+            device=device, dtype=dtype, kernels="torch", ignore_config_key=ignore_config_key, recovery=False
+        )
         engine = open_engine(model, (), load, options.StoreFlags(memory, reader))
         runs = train_beside(found, engine, prompts, out, _report(tensorboard))
         if runs and not as_json:

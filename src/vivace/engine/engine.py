@@ -89,6 +89,8 @@ class Engine:
         """What is unusual about the checkpoint and may surprise, one line each; commands print them."""
         raw, size = read_config(self.folder), self.model.config.vocab_size
         found = [f"config.json: {key} = {raw.get(key)!r} is ignored, as you asked" for key in self.ignored_config_keys]
+        if self.adapters.default is not None:
+            found.append(f"worn by default: adapters/{self.adapters.default}, which recovers what few bits have lost")
         return found + note_on(self.folder, self.weights, self.model.dtype, self.model) + self.tokenizer.notes(size)
 
     def check_has_no_encoder(self) -> None:
@@ -201,7 +203,7 @@ class Engine:
 
         Args:
             token_ids: texts of one length.
-            adapter: name of a LoRA that all of them wear; None is the model as it is.
+            adapter: name of a LoRA that all of them wear; None is the model as it is, with the LoRA that recovers it.
         """
         if self.model.encoder is not None:
             raise UnsupportedError("logits of a text depend on its source in an encoder-decoder model; use generate")
@@ -209,9 +211,8 @@ class Engine:
         if ids.dim() != 2:
             raise ConfigError(f"token_ids must be (batch, length), found {list(ids.shape)}")
         step = Step.dense(*ids.shape, device=ids.device)
-        if adapter is not None:
-            worn = self.adapters.source(adapter).bank.deltas(torch.zeros_like(step.slot))
-            step = replace(step, deltas=(worn,))
+        if (worn := self.adapters.worn(adapter)) is not None:
+            step = replace(step, deltas=(worn.bank.deltas(torch.zeros_like(step.slot)),))
         flat = self.model.head(self.model.run(self.model.embed(ids.reshape(-1), step), step))
         return flat.view(*ids.shape, -1)
 
@@ -276,7 +277,7 @@ class Engine:
             if len(tokens) == 1
             else None,
             forced_last=self.defaults.get("forced_eos_token_id"),
-            adapter=None if options.adapter is None else self.adapters.source(options.one_adapter),
+            adapter=self.adapters.worn(None if options.adapter is None else options.one_adapter),
             prefix=self.prefix(self.prefix_cache),
         )
         if self.guard is not None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from vivace.adapters.guard.guard import load_guard
+from vivace.adapters.lora import RECOVERY, recovery_of
 from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import choose_device, load_decoder, read_config
@@ -22,7 +23,7 @@ from vivace.core.footprint import held_bytes
 from vivace.core.model import Decoder
 from vivace.decode.memory import MemoryBudget
 from vivace.engine.engine import Engine
-from vivace.errors import ConfigError, NotFoundError
+from vivace.errors import ConfigError, NotFoundError, UnsupportedError
 from vivace.kernels.choice import GRAPHS, KernelChoice, choose
 from vivace.kernels.low_bit import check_weights
 from vivace.methods.composition import DraftModelSource, Methods, adapters_by_method, check_room, read_draft_model
@@ -57,6 +58,7 @@ def load(
     reader: str = "auto",
     screened_head: bool | None = None,
     ignore_config_keys: Sequence[str] = (),
+    recovery: bool = True,
     guard: str | Path | None = None,
     parallel: str | SharedLoading | None = None,
     wire: str | None = None,
@@ -97,6 +99,8 @@ def load(
             draft model's where it has them. ``Engine.notes`` says that they were ignored.
         guard: what judges prompts and answers: a file of rules (JSON), or a folder of ``vivace train guard``. An answer
             ends with the reason "content_filter" before what may not be shown.
+        recovery: whether answers that name no LoRA wear ``<path>/adapters/recovery``, where it is: what a model in few
+            bits has lost, won back (``vivace train recover``).
         parallel: under torchrun, how its processes share the work: "tensor" (each computes a part of every layer) or
             "runahead" (each reads a piece of every prompt, and rank 0 decodes). Only on rank 0 this function returns;
             the others follow it, and their processes end with it.
@@ -189,6 +193,13 @@ def load(
     engine.adapters.limit(None if adapter_memory is None else parse_bytes(adapter_memory))
     for name, lora in loras.items():
         engine.adapters.add(name, lora)
+    if recovery and RECOVERY not in loras and (found := recovery_of(folder)) is not None:
+        if opening is not None:
+            raise UnsupportedError(
+                f"{found} is not worn by a model on several ranks; leave out --parallel, or give --no-recovery"
+            )
+        engine.adapters.add(RECOVERY, found)
+        engine.adapters.default = RECOVERY
     engine.guard = None if guard is None else load_guard(guard, folder, model, tokenizer)
     engine.prefix_cache = None if prefix_cache is None else engine.new_prefix_cache(parse_bytes(prefix_cache))
     if prompt_cache is not None:

@@ -121,8 +121,7 @@ def mean_accuracy(found: Sequence[Judgement], system: str) -> float | None:
 
 
 def _reader(system: System) -> Reader:
-    source = None if system.adapter is None else system.engine.adapters.source(system.adapter)
-    return Reader(system.engine.model, source)
+    return Reader(system.engine.model, system.engine.adapters.worn(system.adapter))
 
 
 def _longest(systems: Sequence[System]) -> int:

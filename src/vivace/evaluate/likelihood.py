@@ -77,13 +77,13 @@ def log_likelihoods(
     Args:
         engine: any engine; what its weights, ranks or wire are like is its own affair.
         rows: contexts with their options, as text or as token ids.
-        adapter: name of the LoRA that all rows wear; None is the model as it is.
+        adapter: name of the LoRA that all rows wear; None is the one that the engine wears by default, if any.
 
     Raises:
         ConfigError: a context or an option is empty.
         CapacityError: a text is longer than the model's context.
     """
-    reader = Reader(engine.model, None if adapter is None else engine.adapters.source(adapter))
+    reader = Reader(engine.model, engine.adapters.worn(adapter))
     found = []
     for context, options in rows:
         question = question_of(engine.tokenizer, context, options)

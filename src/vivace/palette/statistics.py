@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.core.layers import FeedForward, Linear
+from vivace.core.low_rank import LowRankDeltas
 from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
@@ -188,14 +189,28 @@ class Distance:
 
 
 @torch.no_grad()
-def distance(model: Decoder, stored: Decoder, batches: Sequence[TokenBatch]) -> Distance:
-    """Compare two decoders on a text."""
+def distance(
+    model: Decoder,
+    stored: Decoder,
+    batches: Sequence[TokenBatch],
+    worn: Sequence[Callable[[Tensor], LowRankDeltas]] = (),
+) -> Distance:
+    """Compare two decoders on a text.
+
+    Args:
+        model: the decoder that is judged.
+        stored: the one that it is compared with.
+        batches: the text.
+        worn: give the low-rank deltas that rows of ``model`` wear, from their places (T,) in each.
+    """
     sums, count = torch.zeros(3, dtype=torch.float64), 0
     for batch in batches:
         rows, targets = batch.predicting, batch.targets
         tops = []
         for each in (model, stored):
             step = Step.dense(*batch.tokens.shape)
+            if each is model and worn:
+                step = replace(step, deltas=tuple(deltas(torch.zeros_like(step.slot)) for deltas in worn))
             tops.append(each.run(each.embed(batch.tokens.reshape(-1), step), step)[rows])
         at_once = rows_at_once(1024, model.config.vocab_size)
         for first in range(0, len(rows), at_once):

@@ -25,6 +25,7 @@ from vivace.recipes.palette import PaletteRecipe
 from vivace.recipes.quantized import QuantizedRecipe
 from vivace.recipes.reading import RECIPES as PACKAGED
 from vivace.recipes.reading import read_recipe
+from vivace.recipes.recover import RecoverRecipe
 from vivace.recipes.seq2seq import Seq2SeqRecipe
 from vivace.recipes.shared import SharedRecipe
 from vivace.recipes.whole import SupervisedRecipe
@@ -47,6 +48,7 @@ RECIPES: Mapping[str, type[FrozenRecipe] | type[WholeRecipe] | type[Seq2SeqRecip
         LoraRecipe,
         PaletteRecipe,
         LowBitRecipe,
+        RecoverRecipe,
     )
     for kind in get_args(get_type_hints(recipe)["kind"])
 }
@@ -59,7 +61,7 @@ LOOP: Mapping[str, Any] = {"minutes": 20, "warmup_steps": 50, "hold": 0.1}
 def kinds() -> list[str]:
     """List the kinds of recipe: those of models, then every method that can be trained."""
     methods = (spec.name for spec in METHODS.values() if spec.training is not None)
-    kinds = ("decoder", "seq2seq", "supervised", "shared", "lora", "palette", "lowbit", *methods)
+    kinds = ("decoder", "seq2seq", "supervised", "shared", "lora", "palette", "recover", "lowbit", *methods)
     return list(dict.fromkeys(kinds))
 
 
