@@ -56,6 +56,16 @@ def test_a_directory_comes_before_the_hub(llama: Path, monkeypatch: pytest.Monke
     assert hub.asked == []
 
 
+def test_a_model_of_the_package_has_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A folder of the same name comes first, and what is inside a packaged model has none."""
+    monkeypatch.chdir(tmp_path)
+    assert (resolve("vivace-14m") / "tokenizer.json").is_file()
+    (tmp_path / "vivace-14m").mkdir()
+    assert resolve("vivace-14m") == Path("vivace-14m")
+    with pytest.raises(NotFoundError):
+        resolve("vivace-14m/draft/..")
+
+
 @pytest.mark.parametrize(
     ("kind", "offline", "said"),
     [

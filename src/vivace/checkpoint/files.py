@@ -32,6 +32,8 @@ GGUF = ".gguf"
 """Ending of the names of GGUF files."""
 OWN_DRAFT = "draft"
 """Folder inside a checkpoint that holds a smaller checkpoint to draft with."""
+PACKAGED = Path(__file__).parents[1] / "weights"
+"""Folder of the models that come with the package, each in a folder of its name."""
 PATTERNS = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
 """Files that are downloaded from a Hub repository; pickles and other formats are not."""
 
@@ -41,8 +43,8 @@ def resolve(path: str | Path) -> Path:
     directory that describes a GGUF file.
 
     Args:
-        path: a directory; a GGUF file; a Hub id such as ``owner/name``, or ``owner/name:FILE.gguf`` for a GGUF file of
-            a repository. With ``HF_HUB_OFFLINE=1`` only local copies are used.
+        path: a directory; the name of a model that comes with the package; a GGUF file; a Hub id such as
+            ``owner/name``, or ``owner/name:FILE.gguf`` for a GGUF file of a repository. With ``HF_HUB_OFFLINE=1`` only local copies are used.
 
     Raises:
         NotFoundError: ``path`` is none of these, or cannot be downloaded.
@@ -64,6 +66,8 @@ def resolve(path: str | Path) -> Path:
         raise NotFoundError(
             f"{path} is a file; a checkpoint is a directory with config.json and safetensors weights, or a .gguf file"
         )
+    if (PACKAGED / folder / "config.json").is_file() and len(folder.parts) == 1:
+        return PACKAGED / folder
     if not _is_hub_id(str(path)):
         raise NotFoundError(f"there is no checkpoint directory {path}")
     return _from_hub(str(path))

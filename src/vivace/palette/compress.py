@@ -278,7 +278,7 @@ def _choice(name: str, weight: Tensor, bits: int, config: CompressConfig, found:
     rows = (picked[:, None] * LANES + torch.arange(LANES)).flatten()
     rows = rows[rows < height]
     moments = found.mean_moments(name)
-    gains = found.gains[name] / found.num_rows
+    gains = found.mean_gains(name)
     made = round_matrix(weight[rows], bits, "kmeans", importance=moments.diagonal(), has_scales=config.has_scales)
     lost = output_error(weight[rows], made, moments, gains[rows])
     return BitChoice(bits, _file_bytes(height, width, bits, config), 0.5 * lost * height / len(rows))

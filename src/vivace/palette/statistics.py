@@ -6,6 +6,9 @@ With inputs x and the gradient g of the log-probability of a token that is drawn
 * gains: the mean of ``g^2``, (out,);
 * squares: the mean of the squared gradient of each weight, (out, in), which is Fisher's information.
 
+Tokens are drawn, and so outputs matter, where the text's own are scored: those of a prompt are not predicted in use
+either. What changes at a prompt's rows still counts, through the answer's tokens that read them.
+
 A small change E of a matrix then changes the model's distribution by about ``1/2 sum_o gains_o (E H E^T)_oo`` nats a
 token (Kronecker-factored curvature: Martens & Grosse 2015, arXiv:1503.05671). Tokens are drawn from the model and not
 taken from the text since only then the mean of squared gradients is the curvature.
@@ -63,6 +66,12 @@ class Statistics:
     gains: dict[str, Tensor] = field(default_factory=dict)
     squares: dict[str, Tensor] = field(default_factory=dict)
     num_rows: int = 0
+    num_scored: int = 0
+    """Rows at which a token was drawn."""
+
+    def mean_gains(self, name: str) -> Tensor:
+        """Return the squared gradients of a matrix's outputs, summed over all rows, by token that is scored, (out,)."""
+        return self.gains[name] / max(1, self.num_scored)
 
     def mean_moments(self, name: str) -> Tensor:
         """Return H of a matrix, (in, in)."""
@@ -108,11 +117,12 @@ def gather(model: Decoder, batches: Sequence[TokenBatch], *, squares: bool = Fal
     for batch in batches:
         rows = real_rows(batch)
         found.num_rows += len(rows)
+        found.num_scored += len(batch.predicting)
         if squares:
-            _add_squares(model, parts, batch, rows, found, generator)
+            _add_squares(model, parts, batch, found, generator)
         else:
             with watched_inputs(parts, rows, found), _watched_gains(parts, found):
-                _backward(model, batch, rows, generator)
+                _backward(model, batch, generator)
     return found
 
 
@@ -142,14 +152,13 @@ def _add_squares(
     model: Decoder,
     parts: dict[str, Linear],
     batch: TokenBatch,
-    rows: Tensor,
     found: Statistics,
     generator: torch.Generator,
 ) -> None:
     for part in parts.values():
         part.weight.requires_grad_(True)
     try:
-        _backward(model, batch, rows, generator)
+        _backward(model, batch, generator)
         for name, part in parts.items():
             assert part.weight.grad is not None
             square = part.weight.grad.float().square()
@@ -160,12 +169,12 @@ def _add_squares(
             part.weight.grad = None
 
 
-def _backward(model: Decoder, batch: TokenBatch, rows: Tensor, generator: torch.Generator) -> None:
-    """Backpropagate the sum over rows of the log-probabilities of tokens that the model draws."""
+def _backward(model: Decoder, batch: TokenBatch, generator: torch.Generator) -> None:
+    """Backpropagate the sum over scored rows of the log-probabilities of tokens that the model draws."""
     step = Step.dense(*batch.tokens.shape)
     with torch.enable_grad():
         h = model.embed(batch.tokens.reshape(-1), step).detach().requires_grad_()
-        top = model.run(h, step, 0, len(model.layers))[rows]
+        top = model.run(h, step, 0, len(model.layers))[batch.predicting]
 
         def part_of(h: Tensor, part: slice) -> LossPart:
             logits = model.head(h).float()
