@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from vivace.core.draft_head import DraftHead
 from vivace.core.low_rank import LowRank, LowRankDeltas, Shape, Site
 from vivace.core.model import Decoder
 from vivace.core.step import Step
@@ -89,4 +90,4 @@ class RecoveryObjective(LoraObjective):
         frozen = FrozenPass.of(self.stored, batch.tokens)
         step = Step.dense(*batch.tokens.shape, device=batch.tokens.device)
         top = self._trunk(model, model.embed(batch.tokens.reshape(-1), step), step)
-        yield from guess_losses(self.loss, self.stored, model, frozen, batch, top)
+        yield from guess_losses(self.loss, DraftHead(self.stored), model.head, frozen, batch, top)

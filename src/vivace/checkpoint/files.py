@@ -44,7 +44,8 @@ def resolve(path: str | Path) -> Path:
 
     Args:
         path: a directory; the name of a model that comes with the package; a GGUF file; a Hub id such as
-            ``owner/name``, or ``owner/name:FILE.gguf`` for a GGUF file of a repository. With ``HF_HUB_OFFLINE=1`` only local copies are used.
+            ``owner/name``, or ``owner/name:FILE.gguf`` for a GGUF file of a repository. With ``HF_HUB_OFFLINE=1`` only
+            local copies are used.
 
     Raises:
         NotFoundError: ``path`` is none of these, or cannot be downloaded.
