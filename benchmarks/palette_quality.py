@@ -1,0 +1,130 @@
+"""What is lost in three bits, by method: divergence and loss on held-back rows, perplexity and zero-shot choices.
+
+    python -m benchmarks.palette_quality --model M --data FILE --tasks FILE... --work DIR --out quality.json
+
+Every way rounds the same model on the same text into a folder of ``--work``, which is kept and found again. The stored
+model is judged beside them on task files (``vivace data zeroshot|wikitext``). With ``--gguf`` llama.cpp quantizes the
+same weights, and we read its files. Bits are bytes of the file times eight over weights, for the matrices of the layers
+and for everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import vivace
+from vivace.checkpoint.files import resolve
+from vivace.checkpoint.gguf.header import read_header
+from vivace.checkpoint.load import load_config, load_decoder
+from vivace.checkpoint.tokenizer import load_tokenizer
+from vivace.evaluate.judging import System, judge, mean_accuracy
+from vivace.evaluate.provenance import provenance
+from vivace.evaluate.zeroshot import load_task
+from vivace.palette.compress import CompressConfig, compress
+from vivace.palette.statistics import distance
+from vivace.palette.texts import Texts, read_texts
+
+WAYS: dict[str, CompressConfig] = {
+    "rtn": CompressConfig(3, method="rtn"),
+    "k-means, weighted": CompressConfig(3, method="kmeans"),
+    "fisher": CompressConfig(3, method="fisher"),
+    "gptq": CompressConfig(3, method="gptq"),
+    "gptq, bfloat16 entries": CompressConfig(3, method="gptq", has_scales=False),
+    "gptq, 3.1 bits mixed": CompressConfig(None, 3.1),
+    "gptq, 3.7 bits mixed": CompressConfig(None, 3.7),
+}
+QUANTS = {"Q3_K_S": 11, "Q4_K_M": 15}
+"""Files that llama.cpp writes, with the numbers that its library has for them (LLAMA_FTYPE_MOSTLY_*)."""
+
+
+def main() -> None:
+    """Round, judge and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="vivace-14m")
+    parser.add_argument("--data", type=Path, nargs="+", required=True)
+    parser.add_argument("--tasks", type=Path, nargs="*", default=[])
+    parser.add_argument("--limit", type=int, default=200, help="rows of each task")
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--ways", default=",".join(WAYS).replace(", ", "; "), help="with commas; a comma inside is ;")
+    parser.add_argument("--gguf", type=Path, help="the model as a GGUF file, which llama.cpp quantizes")
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    source = resolve(options.model)
+    longest = min(320, load_config(source).max_positions)
+    texts = read_texts(
+        options.data, load_tokenizer(source), num_tokens=options.tokens, longest=longest, tokens_per_batch=2048
+    )
+    rows: dict[str, dict[str, Any]] = {}
+    for way in options.ways.split(","):
+        name = way.strip().replace("; ", ", ")
+        rows[name] = rounded(source, options.work / name.replace(", ", "-").replace(" ", "-"), WAYS[name], texts)
+        print(name, rows[name], flush=True)
+    if options.gguf is not None:
+        for name in QUANTS:
+            rows[name] = quantized(source, options.gguf, options.work / f"{name}.gguf", name, texts)
+            print(name, rows[name], flush=True)
+    if options.tasks:
+        add_judgements(rows, source, [row for path in options.tasks for row in load_task(path, options.limit)])
+    setting = {"model": options.model, "tokens": options.tokens, "data": [path.name for path in options.data]}
+    setting |= {"tasks": [path.name for path in options.tasks], "limit": options.limit}
+    result = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "ways": rows}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def rounded(source: Path, out: Path, config: CompressConfig, texts: Texts) -> dict[str, Any]:
+    """Return what a folder of palettes is like, which is written unless it is there."""
+    facts = out / "facts.json"
+    if not facts.is_file():
+        made = compress(source, out, config, texts)
+        assert made.measured is not None
+        values: dict[str, float | None] = {"matrix_bits": made.written.matrix_bits, "all_bits": made.written.all_bits}
+        values |= {"predicted": made.predicted, **asdict(made.measured)}
+        facts.write_text(json.dumps(values), encoding="utf-8")
+    return {"folder": str(out), **json.loads(facts.read_text(encoding="utf-8"))}
+
+
+def quantized(source: Path, stored: Path, out: Path, kind: str, texts: Texts) -> dict[str, Any]:
+    """Return what a file is like that llama.cpp has quantized, which is written unless it is there."""
+    if not out.is_file():
+        import llama_cpp
+
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype = QUANTS[kind]
+        failed = llama_cpp.llama_model_quantize(str(stored).encode(), str(out).encode(), params)
+        if failed:
+            raise SystemExit(f"llama.cpp does not write {kind}: {failed}")
+    tensors = read_header(out).tensors
+    layers = [each for name, each in tensors.items() if name.startswith("blk.") and len(each.shape) == 2]
+    bits = {
+        key: 8 * sum(each.num_bytes for each in chosen) / sum(prod(each.shape) for each in chosen)
+        for key, chosen in (("matrix_bits", layers), ("all_bits", list(tensors.values())))
+    }
+    model = load_decoder(resolve(out), dtype="float32")
+    found = distance(model, load_decoder(source, dtype="float32"), texts.held_back)
+    return {"folder": str(out), **bits, "predicted": None, **asdict(found)}
+
+
+def add_judgements(rows: dict[str, dict[str, Any]], source: Path, asked: Sequence[Any]) -> None:
+    """Judge the stored model and every way on task files, two at a time."""
+    stored = System("stored", vivace.load(source))
+    for name, row in rows.items():
+        found = judge([stored, System(name, vivace.load(row["folder"]))], asked)
+        row["judgements"] = [asdict(each) for each in found if each.system == name]
+        row["mean_accuracy"] = mean_accuracy(found, name)
+        row["stored_accuracy"] = mean_accuracy(found, "stored")
+        row["stored_perplexity"] = {each.task: each.perplexity for each in found if each.system == "stored"}
+        print(name, row["mean_accuracy"], row["stored_accuracy"], flush=True)
+
+
+if __name__ == "__main__":
+    main()
