@@ -6,8 +6,8 @@ Run it on a machine that does nothing else:
 
 A folder of palettes is written for each format, with codes, entries and scales that are drawn, and loaded as any other;
 products take as long as with codes that mean something. All formats and numbers of rows take turns within a repeat.
-``lut2`` and ``lut3`` have bfloat16 entries, ``ints`` integers with scales. Embedding and head have eight bits in palettes
-and what ``--weights q4`` gives them there.
+``lut2`` and ``lut3`` have bfloat16 entries, ``ints`` integers with scales. Embedding and head have eight bits in
+palettes and what ``--weights q4`` gives them there.
 """
 
 from __future__ import annotations
