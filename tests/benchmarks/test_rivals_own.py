@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+import vivace
 from benchmarks import ablation, rivals_own
 from tests.benchmarks.test_chat_tables import MACHINE, run
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.cli import app
 from vivace.decode.shallow import DraftPlan
 from vivace.decode.tree import TreePlan
 from vivace.methods.multistream.config import StreamPlan
+from vivace.prompts import Prompt, save_prompts
+from vivace.recipes.own_text import Budget, own_text
 
 STORED = {
     **dict.fromkeys(("multirate", "deed"), DraftPlan((1, 1, 1), weights="q4", vocabulary=8192)),
@@ -31,6 +38,56 @@ def test_every_system_gets_as_many_plans_with_its_vocabulary(system: str) -> Non
     assert len(set(plans)) == 4
     assert {plan.vocabulary for plan in plans} == {stored.get("vocabulary", 0)}
     assert all(getattr(plan, "attach", None) == stored.get("attach") for plan in plans)
+
+
+TINY = {
+    "multirate": ("adapter.exit_layer=2", "find_reach=2", "plan.widths=[1,1,1]", "plan.weights=q4"),
+    "uno": ("adapter.block=4", "plan.widths=[1,1,1]"),
+    "draft": ("layers=[0,3]",),
+    "multistream-every": (
+        *("adapter.insertion_layer=2", "adapter.pruner_rank=0", "adapter.feedback=false", "adapter.streams=3"),
+        *("plan.attach=every", "plan.widths=[1,1,1]"),
+    ),
+}
+
+
+def in_bfloat16(folder: Path) -> Path:
+    """The same model in the precision that drafts in four bits are for."""
+    path, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    save_file({name: value.bfloat16() for name, value in load_file(path).items()}, path, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_series_learns_from_one_file_and_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a tiny model: the answers are the same for all, a second call trains nothing, no text differs."""
+    model, runs = in_bfloat16(make_checkpoint(tmp_path / "model", layers=4)), tmp_path / "runs"
+    monkeypatch.setattr(rivals_own, "SYSTEMS", TINY)
+    monkeypatch.setattr(rivals_own, "VOCABULARY", 200)
+    monkeypatch.setattr(rivals_own, "SHARED", (*rivals_own.SHARED, "loop.warmup_steps=1"))
+    asked = [f"{a}{b}{a}" for a in "abcdef" for b in "klmnop"]
+    answers = tmp_path / "own.jsonl"
+    own_text(vivace.load(model), answers, Budget(600), 128, asked, lambda _: None)
+    rivals_own.train_equally(str(model), answers, runs, 0.02, ())
+    assert {(runs / name / "run" / "own.jsonl").read_bytes() for name in TINY} == {answers.read_bytes()}
+    written = {name: (runs / name / "training.json").stat().st_mtime_ns for name in TINY}
+    rivals_own.train_equally(str(model), answers, runs, 0.02, ())
+    assert written == {name: (runs / name / "training.json").stat().st_mtime_ns for name in TINY}
+    assert app.run(["train", "quantized", "--model", str(model), "--out", str(runs / "quantized"), *QUANTIZED]) == 0
+    prompts = tmp_path / "prompts.jsonl"
+    save_prompts(prompts, [Prompt(text, (), task) for text, task in zip(asked[:6], "ababab", strict=True)])
+    given = {"model": str(model), "runs": runs, "prompts": prompts, "tuning": prompts, "limit": 2, "tune_limit": 2}
+    given |= {"max_new_tokens": 12, "repeats": 1, "batch": 1, "temperatures": [0.0]}
+    report = rivals_own.measure(argparse.Namespace(**given))
+    methods = [run["method"] for run in report["report"][0]["runs"]]
+    assert methods == ["plain", *rivals_own.FREE, *TINY]
+    assert not any(run["num_different"] for part in report["report"] for run in part["runs"])
+    (tmp_path / "one.json").write_text(json.dumps(report))
+    assert "| `multistream-every` |" in rivals_own.tables(tmp_path)
+
+
+QUANTIZED = ("own_tokens=600", "calibration_tokens=256", "held_back=4", "longest=64", "plan.vocabulary=200")
 
 
 def test_a_row_is_a_system_and_a_column_a_category(tmp_path: Path) -> None:
