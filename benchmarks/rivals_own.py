@@ -58,7 +58,8 @@ SYSTEMS: Mapping[str, tuple[str, ...]] = {
 tokens: output matrices for each head of Medusa would be as many weights as the whole model; streams that enter low, or
 a pruner that reads the whole head, would learn from a third of the text in the same time."""
 FREE = ("lookup", "lookahead", "quantized", "quantized+lookup", "auto")
-"""Methods that are measured beside; ``quantized`` has weights that are rounded, not trained."""
+"""Methods that are measured beside. The weights of ``quantized`` are those that a recipe has rounded, where there are
+any in ``--runs``; else they are rounded one by one while loading, and ``auto`` does not try them."""
 VOCABULARY = 8192
 """Tokens of the draft vocabulary that every system learns to guess; a draft model reads its own head."""
 SHARED = (
@@ -184,7 +185,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     runs: Path = given.runs
     origin = asdict(provenance(torch.device("cpu")))
     there = [system for system in SYSTEMS if (runs / system / "config.json").is_file()]
-    base = vivace.load(given.model, adapters={"quantized": runs / "quantized"})
+    rounded = {"quantized": runs / "quantized"} if (runs / "quantized" / "config.json").is_file() else {}
+    base = vivace.load(given.model, adapters=rounded)
     engines = {
         system: vivace.load(given.model, draft_model=runs / system)
         if system == "draft"
@@ -208,7 +210,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         **{"provenance": origin, "kernels": base.kernels.name, "threads": torch.get_num_threads()},
         "exits": json.loads((runs / EXITS).read_text(encoding="utf-8")),
         **{"tokens": given.max_new_tokens, "model": base.folder.name, "trainings": training},
-        **{"adapters": {"quantized": _config(runs / "quantized")["plan"]}, "report": report},
+        **{"adapters": {name: _config(folder)["plan"] for name, folder in rounded.items()}, "report": report},
     }
 
 
@@ -224,9 +226,11 @@ def tables(folder: Path) -> str:
         different = sum(run["num_different"] for part in found for run in part["runs"])
         busy = max(part["others_cpu_share"] or 0 for part in found)
         minutes = max(facts["minutes"] for facts in written["trainings"].values())
+        rounding = "by GPTQ" if written["adapters"] else "one by one"
         parts.append(
             f"**{written['model']}**, greedy, batch 1, {found[0]['num_prompts']} prompts of each category, up to "
-            f"{written['tokens']} tokens; trained for {minutes:.1f} minutes of a processor each (`{path.stem}.json`). "
+            f"{written['tokens']} tokens; trained for {minutes:.1f} minutes of a processor each; `quantized` rounded {rounding} "
+            f"(`{path.stem}.json`). "
             f"{captions.machine(written['provenance'], written['kernels'], written['threads'])}"
             + captions.others({"others_cpu_share": busy})
             + f". {different} texts differ from plain decoding's."

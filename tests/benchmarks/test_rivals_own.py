@@ -101,10 +101,10 @@ def test_a_row_is_a_system_and_a_column_a_category(tmp_path: Path) -> None:
     ]
     facts = {"multirate": {"steps": 38, "minutes": 1.0, "tokens": 19000, "plan": "chain 3"}}
     written = {"provenance": MACHINE, "kernels": "avx512", "threads": 2, "model": "m", "tokens": 64}
-    written |= {"trainings": facts, "exits": {"2": 0.1, "28": 0.6}, "report": report}
+    written |= {"adapters": {}, "trainings": facts, "exits": {"2": 0.1, "28": 0.6}, "report": report}
     (tmp_path / "one.json").write_text(json.dumps(written))
     text = rivals_own.tables(tmp_path)
-    assert "trained for 1.0 minutes of a processor each (`one.json`)" in text
+    assert "trained for 1.0 minutes of a processor each; `quantized` rounded one by one (`one.json`)" in text
     assert "2 texts differ" in text
     assert "| `multirate` | 19,000 tokens in 38 steps | chain 3 | 0.90x | 1.10x | 1.00x | 3.00 |" in text
     assert text.index("`plain`") < text.index("`lookup`") < text.index("`multirate`"), "the fastest first"
