@@ -229,8 +229,8 @@ def tables(folder: Path) -> str:
         rounding = "by GPTQ" if written["adapters"] else "one by one"
         parts.append(
             f"**{written['model']}**, greedy, batch 1, {found[0]['num_prompts']} prompts of each category, up to "
-            f"{written['tokens']} tokens; trained for {minutes:.1f} minutes of a processor each; `quantized` rounded {rounding} "
-            f"(`{path.stem}.json`). "
+            f"{written['tokens']} tokens; trained for {minutes:.1f} minutes of a processor each; `quantized` rounded "
+            f"{rounding} (`{path.stem}.json`). "
             f"{captions.machine(written['provenance'], written['kernels'], written['threads'])}"
             + captions.others({"others_cpu_share": busy})
             + f". {different} texts differ from plain decoding's."
