@@ -21,6 +21,7 @@ from benchmarks import (
     ablation,
     adapter_table,
     bars,
+    capped,
     captions,
     chat_tables,
     expert_tables,
@@ -131,7 +132,10 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "weights": stream_tables.weights(),
         },
         techniques / "dynamic_depth.md": {"trade-off": tradeoff.tables(RESULTS / "tradeoff")},
-        techniques / "flash.md": {"results": flash_tables.tables(RESULTS / "flash")},
+        techniques / "flash.md": {
+            "results": flash_tables.tables(RESULTS / "flash"),
+            "capped": capped.tables(RESULTS / "flash" / "capped" / "smollm2.json"),
+        },
         techniques / "experts.md": {
             "headline": expert_tables.headline(RESULTS / "experts" / "paced.json"),
             "results": expert_tables.tables(RESULTS / "experts"),
