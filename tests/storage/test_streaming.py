@@ -12,7 +12,9 @@ import torch
 from tests.decode.runs import Result
 from tests.parity.families import CONFIGS, make
 from tests.storage.stored import PROMPTS, TOKENS, answers, broken, opened, same
+from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.load import load_decoder
+from vivace.core.cpu import backend
 from vivace.core.cpu.backend import pack_decoder
 from vivace.decode.lookup import LookupConfig, PromptLookup
 from vivace.errors import CapacityError, CheckpointError, CorruptError
@@ -224,3 +226,12 @@ def test_experts_of_a_store(share: float | None, tmp_path: Path) -> None:
         assert storage.experts is not None
         assert (storage.experts.num_slots < 12) == (share is not None)
         assert "experts in memory" in storage.report
+
+
+def test_a_head_is_screened_only_where_its_second_copy_fits(tmp_path: Path, body: NativeBody, monkeypatch) -> None:
+    """It is no part of the plan, so a budget that is used up without it has none."""
+    monkeypatch.setattr(backend, "SCREENED_BYTES", 1)
+    store = write_store(make_checkpoint(tmp_path / "model"), tmp_path / "store", dtype="bfloat16", kernels=body.name)
+    for share, is_screened in ((None, True), (4.0, True), (0.97, False)):
+        with opened(store, share, body=body) as (model, _):
+            assert (model.lm_head.screen is not None) is is_screened

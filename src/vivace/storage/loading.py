@@ -16,7 +16,7 @@ from vivace.core.model import Decoder
 from vivace.core.parts import DenseParts
 from vivace.errors import CorruptError, UnsupportedError
 from vivace.kernels.heap import trimmer
-from vivace.kernels.low_bit import LowBit
+from vivace.kernels.low_bit import LowBit, size_of
 from vivace.kernels.native import NativeBody
 from vivace.storage.budget import MemoryPlan, memory_gb_per_s, plan_memory
 from vivace.storage.experts.cache import ExpertCache
@@ -169,13 +169,21 @@ def load_stored(
     storage = Storage(store, plan, choice, opened, speed, expected_tokens_per_s=expected, body=used)
     storage, parts = _open_streamed(storage, window)
     joins_layers = storage.stream is None and storage.neurons is None
-    backend = None if used is None else CpuBackend(used, joins_layers=joins_layers)
+    screens = None if plan.budget_bytes is None or _fits_screen(store, plan) else False
+    backend = None if used is None else CpuBackend(used, joins_layers=joins_layers, screens_head=screens)
     with torch.device("meta"):
         decoder = Decoder(store.config, parts, backend)
     _put_resident(decoder, storage)
     if backend is not None:
         _pack(decoder, backend)
     return decoder.requires_grad_(False).eval(), storage
+
+
+def _fits_screen(store: Store, plan: MemoryPlan) -> bool:
+    """Return whether the budget has room for the second copy of the head that would screen it."""
+    assert plan.budget_bytes is not None
+    size = size_of(store.config.vocab_size, store.config.width, "int8") + 8 * store.config.vocab_size
+    return plan.num_bytes + size <= plan.budget_bytes
 
 
 def _open_streamed(storage: Storage, window: int) -> tuple[Storage, DenseParts]:
