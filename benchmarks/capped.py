@@ -152,7 +152,8 @@ def tables(path: Path) -> str:
     caption = (
         f"{captions.heading(report['provenance'], report['kernels'])}; {report['model']}, "
         f"{format_bytes(report['model_bytes'])} in bfloat16, a control group of {format_bytes(report['limit_bytes'])}; "
-        f"{report['tokens']} tokens, one run of each row in a process of its own. Libraries are not in the group."
+        f"{report['tokens']} tokens, one run of each row in a process of its own. Libraries are not in the group. "
+        "The prompt is arbitrary token ids, after which a text that differs once stays different."
     )
     heads = ("rows", "tokens/s", "read from the device a token", "most memory", "times at the limit", "tokens as bf16")
     return caption + "\n\n" + table(heads, rows)
