@@ -18,7 +18,7 @@ from typer.exceptions import Abort, TyperException
 import vivace
 from vivace.cli import (
     batch,
-    bench_palette,
+    bench_parallel,
     chat,
     check,
     compress,
@@ -56,7 +56,7 @@ def build() -> typer.Typer:
     app.command("chat")(chat.chat)
     app.command("batch")(batch.batch)
     app.command("serve")(serve.serve)
-    app.add_typer(bench_palette.app, name="bench")
+    app.add_typer(bench_parallel.app, name="bench")
     app.command("check")(check.check)
     app.command("evaluate")(evaluate.evaluate)
     app.command("data")(data.data)
@@ -93,7 +93,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def run(args: Sequence[str]) -> int:
     """Run one command line and return its exit status."""
     words, flags = _take_global_flags(args)
-    follows = any(word.partition("=")[0] == "--parallel" for word in words) and os.environ.get("RANK", "0") != "0"
+    is_shared = any(word.partition("=")[0] == "--parallel" for word in words) or words[:2] == ["bench", "parallel"]
+    follows = is_shared and os.environ.get("RANK", "0") != "0"
     console.is_quiet = "--quiet" in flags or follows
     try:
         return int(build()(args=words, prog_name="vivace", standalone_mode=False) or 0)

@@ -32,8 +32,10 @@ EXACT_POINTS = {"q_norm", "k_norm"}
 class Wire(Protocol):
     """A form in which rows travel. ``point`` is the sum, ``source`` the rank whose rows they are; None is the sum."""
 
-    most_in_one_shot: int
-    """With more ranks than these, many rows are added in two shots."""
+    @property
+    def most_in_one_shot(self) -> int:
+        """With more ranks than these, many rows are added in two shots."""
+        ...
 
     def encode(self, x: Tensor, point: Point, source: int | None) -> tuple[Tensor, ...]:
         """Return what is sent for rows (T, n); shapes and dtypes depend on those of ``x`` and on ``point`` alone."""

@@ -1,0 +1,121 @@
+"""``vivace bench parallel``: every way to share a model among ranks, in turns, under torchrun."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import vivace
+from vivace.cli import options
+from vivace.cli.bench import write_report
+from vivace.cli.bench_palette import app as app
+from vivace.cli.console import console
+from vivace.cli.first_token import SPACE, prompt_of
+from vivace.cli.prompting import Prompts, read_prompts, split_names
+from vivace.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vivace.evaluate.ways import WayTime
+
+
+@app.command("parallel")
+def parallel(
+    *,
+    model: options.Model = None,
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts, with commas; 4k is 4096.")] = "512,2k",
+    ways: Annotated[
+        str,
+        typer.Option(
+            help="With commas: one, tensor, tensor:FORM, sequence, sequence-causal, runahead-even, runahead-model, "
+            "runahead (searched)."
+        ),
+    ] = "one,tensor,sequence,sequence-causal,runahead-even,runahead",
+    batches: Annotated[str, typer.Option(help="Sizes of batches for decoding, with commas; 0: none.")] = "1",
+    new_tokens: Annotated[int, typer.Option(help="Tokens that are decoded.", min=1)] = 16,
+    search: Annotated[int, typer.Option(help="Most partitions that a search times.", min=1)] = 6,
+    repeats: Annotated[int, typer.Option(help="Times every prompt is read in every way.", min=1)] = 3,
+    prompts: Prompts = "e2e",
+    kernels: options.Kernels = "auto",
+    dtype: options.Dtype = "auto",
+    link_interface: options.LinkInterface = None,
+    timeout: options.Timeout = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT")
+    ] = None,
+) -> None:
+    """Measure first tokens and decoding of all ways, in turns, and medians over the repeats."""
+    from vivace.evaluate.others import watched_others
+    from vivace.evaluate.provenance import provenance
+    from vivace.evaluate.ways import Ways, world_facts
+    from vivace.parallel import world as worlds
+    from vivace.parallel.every import EveryLoading
+
+    names, sizes = split_names(ways), _sizes(lengths)
+    forms = [name.partition(":")[2] or "same" for name in names if name.startswith("tensor")] or ["same"]
+    world = worlds.join(interface=link_interface, timeout_s=timeout)
+    with world.guarding():
+        loading = EveryLoading(world, list(dict.fromkeys(forms)))
+        whole = vivace.load(model, kernels=kernels, dtype=dtype, parallel=loading)
+        share = vivace.load(model, kernels=kernels, dtype=dtype, parallel=loading)
+        measured = Ways(loading, whole, share, names, interface=link_interface, searched=search, note=console.note)
+        texts = [str(row.request) for row in read_prompts(prompts, None)]
+        most = whole.model.config.max_positions - SPACE
+        asked = {min(size, most): prompt_of(whole, texts, min(size, most)) for size in sizes}
+        with watched_others() as others:
+            for warming in (min(asked.values(), key=len),):
+                Ways(loading, whole, share, names, searched=1).first_tokens({len(warming): warming}, 1)
+            rows = measured.first_tokens(asked, repeats)
+            sets = [size for size in _sizes(batches) if size]
+            if sets:
+                rows += measured.decoding(min(asked.values(), key=len), sets, new_tokens, repeats)
+    write_report(
+        {
+            "provenance": asdict(provenance(whole.model.device)),
+            "setting": {
+                "model": whole.folder.name,
+                "kernels": whole.kernels.name,
+                "dtype": str(whole.model.dtype).removeprefix("torch."),
+                "repeats": repeats,
+                "others_cpu_share": others.cpu_share,
+                **world_facts(whole),
+                "costs": asdict(loading.reading.costs) if loading.reading.costs else None,
+            },
+            "rows": [asdict(row) for row in rows],
+        },
+        json_file,
+    )
+    if str(json_file) != "-":
+        print_ways(rows)
+
+
+def _sizes(text: str) -> list[int]:
+    """Return numbers with commas; a k behind one multiplies it by 1024.
+
+    Raises:
+        ConfigError: one is no number.
+    """
+    found = []
+    for word in split_names(text):
+        digits, is_kilo = word.removesuffix("k"), word.endswith("k")
+        if not digits.isdigit():
+            raise ConfigError(f"{word!r} is no number of tokens, such as 512 or 2k")
+        found.append(int(digits) * (1024 if is_kilo else 1))
+    return found
+
+
+def print_ways(rows: list[WayTime]) -> None:
+    """Print one row for each way and length."""
+    table = [
+        [
+            *(row.what, str(row.num_tokens), str(row.batch), row.way),
+            f"{row.median_s:.3f} s" if row.what == "first token" else f"{1000 * row.median_s:.1f} ms a step",
+            "-" if row.predicted_s is None else f"{row.predicted_s:.3f} s",
+            "-" if row.counts is None else " ".join(map(str, row.counts)),
+            f"{row.sent_bytes / 1e6:.2f} MB",
+        ]
+        for row in rows
+    ]
+    console.table("", ["what", "tokens", "batch", "way", "time", "predicted", "pieces", "rank 0 sent"], table)

@@ -1,0 +1,226 @@
+"""Time to the first token and decoding of every way to share a model among ranks, in turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vivace.engine import Engine
+from vivace.errors import ConfigError, nearest
+from vivace.parallel.every import EveryLoading
+from vivace.parallel.links import HEADER
+from vivace.parallel.partition import even, first_token_s, predicted_s
+from vivace.parallel.partition_table import search
+
+GRID = 256
+"""Pieces begin at multiples of it, as prompts are divided in sessions."""
+READING = ("one", "sequence", "sequence-causal", "runahead-even", "runahead-model", "runahead")
+"""Ways of the whole model: "runahead" has boundaries that were searched, "runahead-model" those of the cost model."""
+
+
+@dataclass(frozen=True)
+class WayTime:
+    """What one way took for prompts of one length, or for decoding."""
+
+    way: str
+    what: str
+    """"first token" or "decoding"."""
+    num_tokens: int
+    """Of the prompt."""
+    batch: int
+    seconds: tuple[float, ...]
+    """Until the first token, or for one step of decoding, of each repeat."""
+    median_s: float
+    predicted_s: float | None
+    """What the cost model expects; None where it has no model."""
+    counts: tuple[int, ...] | None
+    """Pieces of the prompt."""
+    sent_bytes: int
+    """What rank 0 sent in the last repeat, headers of frames included."""
+    interface_out: int | None
+    """What its interface sent meanwhile, packet headers left out as far as packets were counted; None where it is not
+    known."""
+    interface_in: int | None
+
+
+class Ways:
+    """Measures the ways of a world, on rank 0."""
+
+    def __init__(
+        self,
+        loading: EveryLoading,
+        whole: Engine,
+        share: Engine,
+        names: Sequence[str],
+        *,
+        interface: str | None = None,
+        searched: int = 6,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Measure ways by their names, ``READING`` or "tensor" and "tensor:FORM".
+
+        Args:
+            loading: has loaded both engines.
+            whole: the whole model.
+            share: this rank's share.
+            names: of the ways.
+            interface: whose counters are read; None reads none.
+            searched: most partitions that a search times.
+            note: is told about progress.
+
+        Raises:
+            ConfigError: there is no such way.
+        """
+        for name in names:
+            if name not in READING and name.partition(":")[0] != "tensor":
+                raise ConfigError(f"there is no way {name!r}{nearest(name, (*READING, 'tensor'))}")
+        self._loading = loading
+        self._whole = whole
+        self._share = share
+        self._names = list(names)
+        self._interface = interface
+        self._searched = searched
+        self._note = note
+
+    def first_tokens(self, prompts: Mapping[int, Sequence[int]], repeats: int) -> list[WayTime]:
+        """Return times to the first token, for prompts by their length; the ways take turns."""
+        found = []
+        for length, prompt in prompts.items():
+            counts = {name: self._pieces(name, prompt) for name in self._names}
+            times: dict[str, list[float]] = {name: [] for name in self._names}
+            bytes_of: dict[str, tuple[int, int | None, int | None]] = {}
+            for turn in range(repeats):
+                for name in self._names if turn % 2 else reversed(self._names):
+                    before = self._counters()
+                    times[name].append(self._first_token(name, prompt, counts[name]))
+                    bytes_of[name] = self._since(before)
+            predicted = self._predicted(len(prompt) - 1, counts)
+            for name, seconds in times.items():
+                pieces = None if counts[name] is None else tuple(counts[name] or ())
+                median = statistics.median(seconds)
+                self._note(f"{length} tokens, {name}: first token after {median:.2f} s")
+                one = WayTime(
+                    name, "first token", length, 1, tuple(seconds), median, predicted.get(name), pieces, *bytes_of[name]
+                )
+                found.append(one)
+        return found
+
+    def decoding(self, prompt: Sequence[int], batches: Sequence[int], tokens: int, repeats: int) -> list[WayTime]:
+        """Return times of one step of decoding, for batches of one prompt; only "one" and tensor ways differ."""
+        found = []
+        names = [name for name in self._names if name == "one" or name.startswith("tensor")]
+        for batch in batches:
+            times: dict[str, list[float]] = {name: [] for name in names}
+            bytes_of: dict[str, tuple[int, int | None, int | None]] = {}
+            for turn in range(repeats):
+                for name in names if turn % 2 else reversed(names):
+                    engine = self._engine(name)
+                    before = self._counters()
+                    results = engine.generate(
+                        [list(prompt)] * batch,
+                        method="plain",
+                        max_new_tokens=tokens + 1,
+                        ignore_eos=True,
+                        do_sample=False,
+                        batch_size=batch,
+                    )
+                    bytes_of[name] = self._since(before)
+                    times[name].append(results[0].stats.decode_s / tokens)
+            for name, seconds in times.items():
+                median = statistics.median(seconds)
+                self._note(f"batch {batch}, {name}: {1000 * median:.1f} ms a step")
+                found.append(
+                    WayTime(
+                        *(name, "decoding", len(prompt), batch, tuple(seconds), median, None, None),
+                        *bytes_of[name],
+                    )
+                )
+        return found
+
+    def search(self, prompt: Sequence[int]) -> tuple[list[int], float]:
+        """Return the fastest pieces of a prompt that are found by timing them, and their time."""
+        length, grid = len(prompt) - 1, GRID
+        start = self._loading.reading.counts(self._whole.model, length, grid)
+
+        def seconds(counts: tuple[int, ...]) -> float:
+            return self._first_token("runahead", prompt, counts)
+
+        return search(start, grid, seconds, self._searched)
+
+    def _pieces(self, name: str, prompt: Sequence[int]) -> Sequence[int] | None:
+        length, ranks = len(prompt) - 1, self._loading.world.size
+        if name == "runahead":
+            return self.search(prompt)[0]
+        if name == "runahead-model":
+            return self._loading.reading.counts(self._whole.model, length, GRID)
+        equal = name == "runahead-even" or name.startswith("sequence")
+        return even(length, min(ranks, -(-length // GRID)), GRID) if equal else None
+
+    def _engine(self, name: str) -> Engine:
+        """Return the engine of a way, with that way set."""
+        if name.startswith("tensor"):
+            self._loading.use(name.partition(":")[2] or "same")
+            return self._share
+        self._loading.reading.way = name if name == "one" or name.startswith("sequence") else "runahead"
+        return self._whole
+
+    def _first_token(self, name: str, prompt: Sequence[int], counts: Sequence[int] | None) -> float:
+        engine = self._engine(name)
+        self._loading.reading.fixed = counts
+        started = time.perf_counter()
+        engine.generate([list(prompt)], method="plain", max_new_tokens=1, ignore_eos=True, do_sample=False)
+        return time.perf_counter() - started
+
+    def _predicted(self, length: int, counts: Mapping[str, Sequence[int] | None]) -> dict[str, float]:
+        costs = self._loading.reading.costs
+        assert costs is not None, "costs are measured while the model is loaded"
+        ranks = min(self._loading.world.size, -(-length // GRID))
+        equal = even(length, ranks, GRID)
+        found = predicted_s(length, equal, equal, costs)
+        for name, pieces in counts.items():
+            if name.startswith("runahead") and pieces is not None:
+                found[name] = first_token_s(pieces, costs)
+        return found
+
+    def _counters(self) -> tuple[int, dict[str, int]]:
+        links = self._loading.world.links
+        sent = sum(links.sent.values()) + HEADER.size * sum(links.frames.values())
+        return sent, interface_counters(self._interface)
+
+    def _since(self, before: tuple[int, dict[str, int]]) -> tuple[int, int | None, int | None]:
+        links = self._loading.world.links
+        links.flush()
+        sent, counters = self._counters()
+        moved = {name: value - before[1][name] for name, value in counters.items()}
+        if not moved:
+            return sent - before[0], None, None
+        return sent - before[0], payload_of(moved, "tx"), payload_of(moved, "rx")
+
+
+PACKET_HEADERS = 66
+"""Bytes of the headers of Ethernet, IP and TCP (with time stamps) in one packet."""
+
+
+def payload_of(counters: Mapping[str, int], direction: str) -> int:
+    """Return bytes on an interface without the headers of packets, "tx" or "rx"."""
+    return counters[f"{direction}_bytes"] - PACKET_HEADERS * counters[f"{direction}_packets"]
+
+
+def interface_counters(interface: str | None) -> dict[str, int]:
+    """Return how many bytes and packets an interface has sent and received; empty where there is none."""
+    if interface is None:
+        return {}
+    folder = Path("/sys/class/net") / interface / "statistics"
+    names = ("tx_bytes", "tx_packets", "rx_bytes", "rx_packets")
+    return {name: int((folder / name).read_text()) for name in names}
+
+
+def world_facts(engine: Engine) -> dict[str, Any]:
+    """Return what was measured of the ranks: link and costs of a layer."""
+    world = engine.world
+    assert world is not None
+    return {"ranks": world.size, "link": None if world.link is None else vars(world.link)}

@@ -1,0 +1,136 @@
+"""All ways to share work in one world, for measuring them in turns: every rank holds the model and a share of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vivace.checkpoint.adapters import base_hash
+from vivace.checkpoint.load import load_decoder
+from vivace.core.backend import Backend
+from vivace.core.model import Decoder
+from vivace.core.summed import Point
+from vivace.decode.prefill import FULL
+from vivace.errors import ConfigError
+from vivace.parallel import passes
+from vivace.parallel.collective import Wire
+from vivace.parallel.following import Follower
+from vivace.parallel.loading import SharedLoading, end_following, load_share, wire_of
+from vivace.parallel.runahead import RunaheadFollower, RunaheadPrefill
+from vivace.parallel.world import World
+
+
+class SwitchedWire:
+    """Implements ``Wire``: one of several forms, which all ranks change together."""
+
+    def __init__(self) -> None:
+        """Begin without forms; they are known once the model is."""
+        self.forms: dict[str, Wire] = {}
+        self.inner: Wire | None = None
+
+    @property
+    def most_in_one_shot(self) -> int:
+        """As the form in use says."""
+        return self._form.most_in_one_shot
+
+    @property
+    def _form(self) -> Wire:
+        assert self.inner is not None, "a form is chosen before anything is summed"
+        return self.inner
+
+    def encode(self, x: Tensor, point: Point, source: int | None) -> tuple[Tensor, ...]:
+        """Encode in the form in use."""
+        return self._form.encode(x, point, source)
+
+    def added(self, parts: Sequence[Sequence[Tensor]], point: Point, dtype: torch.dtype) -> Tensor:
+        """Add in the form in use."""
+        return self._form.added(parts, point, dtype)
+
+    def decode(self, parts: Sequence[Tensor], point: Point) -> Tensor:
+        """Decode in the form in use."""
+        return self._form.decode(parts, point)
+
+
+class _WireFollower:
+    """Changes the form of sums when rank 0 says so."""
+
+    operations = frozenset((passes.WIRE,))
+
+    def __init__(self, wire: SwitchedWire) -> None:
+        self._wire = wire
+
+    def take(self, operation: int, numbers: list[int], rest: memoryview) -> None:
+        """Take the form of this number."""
+        self._wire.inner = list(self._wire.forms.values())[numbers[0]]
+
+
+class EveryLoading(SharedLoading):
+    """Loads a model twice: give it to ``vivace.load`` once for whole models, and once more for shares."""
+
+    def __init__(self, world: World, wires: Sequence[str]) -> None:
+        """Load among the ranks of a world; ``wires`` are the forms of sums between which it can change."""
+        if not wires:
+            raise ConfigError("name at least one form of sums")
+        super().__init__(world, "every", ",".join(wires))
+        self._names = list(wires)
+        self._switch = SwitchedWire()
+        self._share: Decoder | None = None
+        self.reading = RunaheadPrefill(world)
+        """How the engine that was loaded first reads prompts."""
+
+    def load(
+        self,
+        folder: Path,
+        *,
+        dtype: str,
+        device: str,
+        kv: str,
+        kernels: str,
+        weights: str,
+        backend: Callable[[torch.dtype], Backend | None],
+        ignored: Sequence[str],
+    ) -> Decoder:
+        """Load the model and this rank's share of it, and return the first, or at the second call the other.
+
+        Only on rank 0 it returns.
+
+        Raises:
+            WorldError: the ranks differ, or one of them failed.
+            ConfigError: so many ranks cannot share the model.
+            UnsupportedError: such a model is not shared.
+        """
+        if self._share is not None:
+            self.prefill = FULL
+            return self._share
+        whole = load_decoder(folder, dtype, device, backend=backend, ignored=ignored)
+        whole.store_entries(kv)
+        self._share = load_share(self.world, self._switch, folder, dtype, device, backend, ignored)
+        self._share.store_entries(kv)
+        forms = {name: wire_of(name, folder, self.world.size, whole.dtype) for name in self._names}
+        self._switch.forms = forms
+        facts: dict[str, Any] = {
+            "vivace": getattr(sys.modules.get("vivace"), "__version__", None),
+            "checkpoint": base_hash(folder)[:16],
+            "kernels": kernels,
+            "dtype": str(whole.dtype),
+            "threads": torch.get_num_threads(),
+            "forms": [getattr(form, "fingerprint", name.partition("=")[0]) for name, form in forms.items()],
+        }
+        self.world.compare(facts)
+        if not self.world.leads:
+            followers = Follower(self.world, self._share), RunaheadFollower(self.world, whole)
+            end_following(self.world, *followers, _WireFollower(self._switch))
+        whole.backend.num_ranks = self.world.size
+        self.reading.measure(whole)
+        self.prefill = self.reading
+        return whole
+
+    def use(self, wire: str) -> None:
+        """Change the form of sums on all ranks."""
+        self.world.tell(passes.packed(passes.WIRE, [self._names.index(wire)]))
+        self._switch.inner = self._switch.forms[wire]
