@@ -1,8 +1,8 @@
 """Links between ranks on one machine that are as slow as those between machines.
 
 ``network(2, mbit=100)`` puts each rank into a network namespace of its own. The namespaces are joined by veth pairs and
-a bridge, and both directions of every pair are shaped by ``tc`` (token bucket), so that TCP itself meets the limit. That
-needs root. Without root, or with ``kind="paced"``, ranks talk over the loopback interface and their links wait before
+a bridge, and both directions of every pair are shaped by ``tc`` (token bucket): TCP itself meets the limit. That needs
+root. Without root, or with ``kind="paced"``, ranks talk over the loopback interface and their links wait before
 each send (``pace``): a model of a slow link, and labelled so. ``kind="loopback"`` shapes nothing.
 
 Each rank is pinned to one core and computes with one thread; more ranks than cores get an equal part of one by a CPU

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from vivace.evaluate.ways import WayTime
 
 
+DECODED_AFTER = 128
+"""Tokens of the prompt of decoding, at most."""
+
+
 @app.command("parallel")
 def parallel(
     *,
@@ -70,7 +74,7 @@ def parallel(
             rows = measured.first_tokens(asked, repeats)
             sets = [size for size in _sizes(batches) if size]
             if sets:
-                rows += measured.decoding(min(asked.values(), key=len), sets, new_tokens, repeats)
+                rows += measured.decoding(min(asked.values(), key=len)[:DECODED_AFTER], sets, new_tokens, repeats)
     write_report(
         {
             "provenance": asdict(provenance(whole.model.device)),

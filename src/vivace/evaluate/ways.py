@@ -104,7 +104,15 @@ class Ways:
                 median = statistics.median(seconds)
                 self._note(f"{length} tokens, {name}: first token after {median:.2f} s")
                 one = WayTime(
-                    name, "first token", length, 1, tuple(seconds), median, predicted.get(name), pieces, *bytes_of[name]
+                    shown(name),
+                    "first token",
+                    length,
+                    1,
+                    tuple(seconds),
+                    median,
+                    predicted.get(name),
+                    pieces,
+                    *bytes_of[name],
                 )
                 found.append(one)
         return found
@@ -135,7 +143,7 @@ class Ways:
                 self._note(f"batch {batch}, {name}: {1000 * median:.1f} ms a step")
                 found.append(
                     WayTime(
-                        *(name, "decoding", len(prompt), batch, tuple(seconds), median, None, None),
+                        *(shown(name), "decoding", len(prompt), batch, tuple(seconds), median, None, None),
                         *bytes_of[name],
                     )
                 )
@@ -199,6 +207,11 @@ class Ways:
         if not moved:
             return sent - before[0], None, None
         return sent - before[0], payload_of(moved, "tx"), payload_of(moved, "rx")
+
+
+def shown(name: str) -> str:
+    """Return a way without the folder of its calibration."""
+    return name.partition("=")[0]
 
 
 PACKET_HEADERS = 66
