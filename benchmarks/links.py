@@ -76,7 +76,7 @@ class Network:
                 self.command(rank, words),
                 env={**os.environ, **(environment or {}), **{name: str(value) for name, value in values.items()}},
                 stdout=None if rank == 0 else subprocess.DEVNULL,
-                preexec_fn=self._into_group(rank),
+                preexec_fn=self._begun(rank),
                 start_new_session=True,
             )
             self.processes.append(process)

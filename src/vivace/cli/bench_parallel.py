@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,7 +18,9 @@ from vivace.cli.prompting import Prompts, read_prompts, split_names
 from vivace.errors import ConfigError
 
 if TYPE_CHECKING:
+    from vivace.engine import Engine
     from vivace.evaluate.ways import WayTime
+    from vivace.parallel.every import EveryLoading
 
 
 DECODED_AFTER = 128
@@ -52,8 +54,7 @@ def parallel(
 ) -> None:
     """Measure first tokens and decoding of all ways, in turns, and medians over the repeats."""
     from vivace.evaluate.others import watched_others
-    from vivace.evaluate.provenance import provenance
-    from vivace.evaluate.ways import Ways, world_facts
+    from vivace.evaluate.ways import Ways
     from vivace.parallel import world as worlds
     from vivace.parallel.every import EveryLoading
 
@@ -71,28 +72,40 @@ def parallel(
         with watched_others() as others:
             for warming in (min(asked.values(), key=len),):
                 Ways(loading, whole, share, names, searched=1).first_tokens({len(warming): warming}, 1)
-            rows = measured.first_tokens(asked, repeats)
+            rows = []
+            for size, prompt in asked.items():
+                rows += measured.first_tokens({size: prompt}, repeats)
+                if json_file is not None and str(json_file) != "-":  # a long run that is cut off keeps what it has
+                    write_report(report_of(loading, whole, rows, repeats, None), json_file)
             sets = [size for size in _sizes(batches) if size]
             if sets:
                 rows += measured.decoding(min(asked.values(), key=len)[:DECODED_AFTER], sets, new_tokens, repeats)
-    write_report(
-        {
-            "provenance": asdict(provenance(whole.model.device)),
-            "setting": {
-                "model": whole.folder.name,
-                "kernels": whole.kernels.name,
-                "dtype": str(whole.model.dtype).removeprefix("torch."),
-                "repeats": repeats,
-                "others_cpu_share": others.cpu_share,
-                **world_facts(whole),
-                "costs": asdict(loading.reading.costs) if loading.reading.costs else None,
-            },
-            "rows": [asdict(row) for row in rows],
-        },
-        json_file,
-    )
+    write_report(report_of(loading, whole, rows, repeats, others.cpu_share), json_file)
     if str(json_file) != "-":
         print_ways(rows)
+
+
+def report_of(
+    loading: EveryLoading, whole: Engine, rows: list[WayTime], repeats: int, others: float | None
+) -> dict[str, Any]:
+    """Return results as they are written to JSON."""
+    from vivace.evaluate.provenance import provenance
+    from vivace.evaluate.ways import world_facts
+
+    costs = loading.reading.costs
+    return {
+        "provenance": asdict(provenance(whole.model.device)),
+        "setting": {
+            "model": whole.folder.name,
+            "kernels": whole.kernels.name,
+            "dtype": str(whole.model.dtype).removeprefix("torch."),
+            "repeats": repeats,
+            "others_cpu_share": others,
+            **world_facts(whole),
+            "costs": None if costs is None else asdict(costs),
+        },
+        "rows": [asdict(row) for row in rows],
+    }
 
 
 def _sizes(text: str) -> list[int]:

@@ -97,12 +97,12 @@ class Ways:
                 for name in self._names if turn % 2 else reversed(self._names):
                     before = self._counters()
                     times[name].append(self._first_token(name, prompt, counts[name]))
+                    self._note(f"{length} tokens, {shown(name)}: first token after {times[name][-1]:.2f} s")
                     bytes_of[name] = self._since(before)
             predicted = self._predicted(len(prompt) - 1, counts)
             for name, seconds in times.items():
                 pieces = None if counts[name] is None else tuple(counts[name] or ())
                 median = statistics.median(seconds)
-                self._note(f"{length} tokens, {name}: first token after {median:.2f} s")
                 one = WayTime(
                     shown(name),
                     "first token",
@@ -126,18 +126,10 @@ class Ways:
             bytes_of: dict[str, tuple[int, int | None, int | None]] = {}
             for turn in range(repeats):
                 for name in names if turn % 2 else reversed(names):
-                    engine = self._engine(name)
+                    first_s = self._answering(name, prompt, batch, 1)
                     before = self._counters()
-                    results = engine.generate(
-                        [list(prompt)] * batch,
-                        method="plain",
-                        max_new_tokens=tokens + 1,
-                        ignore_eos=True,
-                        do_sample=False,
-                        batch_size=batch,
-                    )
+                    times[name].append((self._answering(name, prompt, batch, tokens + 1) - first_s) / tokens)
                     bytes_of[name] = self._since(before)
-                    times[name].append(results[0].stats.decode_s / tokens)
             for name, seconds in times.items():
                 median = statistics.median(seconds)
                 self._note(f"batch {batch}, {name}: {1000 * median:.1f} ms a step")
@@ -148,6 +140,14 @@ class Ways:
                     )
                 )
         return found
+
+    def _answering(self, name: str, prompt: Sequence[int], batch: int, tokens: int) -> float:
+        """Return the seconds that answers of so many tokens to a batch of one prompt take, reading included."""
+        engine, started = self._engine(name), time.perf_counter()
+        self._loading.reading.fixed = None
+        options = {"method": "plain", "max_new_tokens": tokens, "ignore_eos": True, "do_sample": False}
+        engine.generate([list(prompt)] * batch, batch_size=batch, **options)
+        return time.perf_counter() - started
 
     def search(self, prompt: Sequence[int]) -> tuple[list[int], float]:
         """Return the fastest pieces of a prompt that are found by timing them, and their time."""
