@@ -11,6 +11,7 @@ quota, where cgroups can be written. Ranks on one machine share its memory bus a
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,15 +99,16 @@ class Network:
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    def _into_group(self, rank: int):  # type: ignore[no-untyped-def]
-        if not self.groups:
-            return None
-        tasks = self.groups[rank] / "tasks"
+    def _begun(self, rank: int) -> Callable[[], None]:
+        """Return what a rank does first: it enters its group, and ends when the process that started it does."""
+        prctl = ctypes.CDLL(None).prctl
 
-        def enter() -> None:
-            tasks.write_text(str(os.getpid()))
+        def begin() -> None:
+            prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            if self.groups:
+                (self.groups[rank] / "tasks").write_text(str(os.getpid()))
 
-        return enter
+        return begin
 
 
 @contextmanager
