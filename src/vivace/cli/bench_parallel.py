@@ -102,6 +102,7 @@ def report_of(
             "repeats": repeats,
             "others_cpu_share": others,
             **world_facts(whole),
+            "row_bytes": whole.model.config.width * whole.model.dtype.itemsize,
             "costs": None if costs is None else asdict(costs),
         },
         "rows": [asdict(row) for row in rows],
