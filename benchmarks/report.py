@@ -29,6 +29,7 @@ from benchmarks import (
     first_token_tables,
     flash_tables,
     hostile_tables,
+    parallel_tables,
     pass_tables,
     plots,
     prefill_growth,
@@ -166,6 +167,11 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "results": chat_tables.beside_others(read_results(RESULTS / "quantized")),
         },
         techniques / "prompt_caches.md": {"results": prompt_caches.tables(RESULTS / "prompt_caches")},
+        techniques / "kv_runahead.md": {
+            "ways": parallel_tables.measured(RESULTS / "parallel"),
+            "simulated": parallel_tables.simulated(RESULTS / "parallel"),
+        },
+        techniques / "low_bit_communication.md": {"wires": parallel_tables.wires(RESULTS / "parallel")},
         docs / "models.md": {
             "speed": family_tables.tables(RESULTS / "families"),
             "truth": truth_table.tables(RESULTS / "truth"),

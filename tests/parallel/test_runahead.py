@@ -15,6 +15,7 @@ import torch
 import vivace
 from tests.parallel.ranks import Ended, run_ranks
 from tests.parity.families import make
+from tests.tiny_checkpoints import make_checkpoint
 from vivace.decode.session import Session
 from vivace.errors import UnsupportedError, WorldError
 from vivace.options import Options
@@ -113,24 +114,22 @@ def test_gathering_is_refused_where_layers_forget(tmp_path: Path) -> None:
     assert second.status not in (0, None)
 
 
-def test_auto_says_what_it_expects_and_reads_the_same(tmp_path: Path) -> None:
+def test_auto_reads_the_same_and_says_what_it_expects(tmp_path: Path) -> None:
     make("llama").save_pretrained(tmp_path)
     alone = read(tmp_path, "torch", "float32", {})
+    make_checkpoint(tmp_path / "longer", context=512)
 
-    def work() -> Any:
-        reasons, original = [], RunaheadPrefill.way_for
-
-        def watched(prefill: RunaheadPrefill, *args: Any) -> str:
-            way = original(prefill, *args)
-            reasons.append(prefill.reason)
-            return way
-
-        RunaheadPrefill.way_for = watched  # type: ignore[method-assign] - of a process that ends with the test
-        return read(tmp_path, "torch", "float32", {**TOGETHER, "parallel": "auto"}), reasons
-
-    (found, reasons), _ = run_ranks(2, work)
+    found, _ = run_ranks(2, read, tmp_path, "torch", "float32", {**TOGETHER, "parallel": "auto"})
     assert_same(found, alone)
-    assert f"for {len(IDS) - 1} tokens: predicted one " in reasons[0]
+
+    def told() -> Any:
+        engine = vivace.load(tmp_path / "longer", kernels="torch", **{**TOGETHER, "parallel": "auto"})
+        return [engine.request_for(IDS * times, Options(max_new_tokens=2)).prefill_reason for times in (1, 2)]
+
+    (nothing, reason), _ = run_ranks(2, told)
+    assert nothing is None, "one chunk is read by rank 0"
+    assert "read by" in reason
+    assert all(way in reason for way in ("one", "runahead", "sequence-causal"))
 
 
 def late(*args: Any) -> Any:

@@ -90,10 +90,14 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     sys.exit(run(sys.argv[1:] if args is None else args))
 
 
+RANK_COMMANDS = (["bench", "parallel"], ["tune", "runahead"])
+"""Commands that are always started on several ranks."""
+
+
 def run(args: Sequence[str]) -> int:
     """Run one command line and return its exit status."""
     words, flags = _take_global_flags(args)
-    is_shared = any(word.partition("=")[0] == "--parallel" for word in words) or words[:2] == ["bench", "parallel"]
+    is_shared = any(word.partition("=")[0] == "--parallel" for word in words) or words[:2] in RANK_COMMANDS
     follows = is_shared and os.environ.get("RANK", "0") != "0"
     console.is_quiet = "--quiet" in flags or follows
     try:

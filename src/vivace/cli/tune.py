@@ -14,6 +14,7 @@ from vivace.cli.console import console
 from vivace.cli.lazy import tune_lazy
 from vivace.cli.loading import open_engine
 from vivace.cli.prompting import Limit, Prompts, questions_of, read_prompts
+from vivace.cli.runahead import RUNAHEAD, tune_runahead
 from vivace.errors import ConfigError
 from vivace.prefill.table import PREFILLS
 from vivace.prompts import load_prompts
@@ -31,7 +32,9 @@ def tune(
     *,
     method: Annotated[
         str,
-        typer.Argument(help="The method whose draft is searched; or lazy or another prefill: how prompts are pruned."),
+        typer.Argument(
+            help="The method whose draft is searched; or lazy or another prefill: how prompts are pruned; or runahead."
+        ),
     ] = "multirate",
     model: options.Model = None,
     prompts: Prompts = "e2e",
@@ -49,7 +52,12 @@ def tune(
             help="lazy and other prefills: share of the full reading's likelihood that has to be kept; left out: 0.99."
         ),
     ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="runahead: tokens of the prompts, with commas; 4k is 4096. Left out: 1k,2k,4k."),
+    ] = None,
     load: options.LoadFlags,
+    ranks: options.ParallelFlags,
     keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Write the winner into the adapter.")] = True,
     as_json: options.AsJson = False,
 ) -> None:
@@ -71,6 +79,12 @@ def tune(
         rows = read_prompts(prompts, limit)
         tune_lazy(engine, rows, 0.99 if floor is None else floor, name=method, keep=keep, as_json=as_json)
         return
+    if method == RUNAHEAD:
+        texts = [str(row.request) for row in read_prompts(prompts, None)]
+        tune_runahead(model, lengths or "1k,2k,4k", texts, load, ranks, keep=keep, as_json=as_json)
+        return
+    if lengths is not None or ranks != options.ParallelFlags():
+        raise ConfigError(f"--lengths and flags of ranks have no effect on {method}; leave them out, or tune runahead")
     if floor is not None:
         raise ConfigError(f"--floor has no effect on {method}; leave it out, or tune lazy")
     if method not in tuned_methods():

@@ -45,6 +45,8 @@ class SharedLoading:
         self.mode = mode
         self.prefill: Prefill = FULL if mode == "tensor" else RunaheadPrefill(world, mode)
         """How prompts are read in full."""
+        self.reads_table = mode in (RUNAHEAD, "auto")
+        """Whether boundaries of pieces are those of the table beside the model, where there is one."""
 
     @staticmethod
     def of(
@@ -140,7 +142,7 @@ class SharedLoading:
             decoder.backend.num_ranks = self.world.size
             self.prefill.measure(decoder)
             facts = facts_of(self.world.size, decoder, kernels)
-            self.prefill.table = found_table(folder, facts) if self.mode in (RUNAHEAD, "auto") else None
+            self.prefill.table = found_table(folder, facts) if self.reads_table else None
         return decoder
 
 

@@ -28,6 +28,7 @@ from vivace.core.step import Step
 from vivace.decode.forward import threads_of
 from vivace.decode.plain import NoMemory
 from vivace.decode.prefill import FULL, PrefillPass, PrefillState, PromptPiece
+from vivace.decode.prefix import CHUNK
 from vivace.parallel import passes
 from vivace.parallel.exchange import (
     ChainExchange,
@@ -71,8 +72,6 @@ class RunaheadPrefill:
         """What was measured; None counts multiplications."""
         self.fixed: Sequence[int] | None = None
         """Lengths of the pieces where somebody has set them."""
-        self.reason: str | None = None
-        """Why the last prompt was read as it was, where ``way`` is "auto"."""
         self._lock = threading.Lock()
 
     def open(self, model: Decoder, cache: KVCache, *, chunk: int, spans: int = 1) -> PrefillState:
@@ -90,19 +89,32 @@ class RunaheadPrefill:
             return self.table.counts(length, chunk)
         return balanced(length, num_ranks, chunk, self.costs or Costs.of(model.config))
 
+    def expected_s(self, model: Decoder, length: int, chunk: int) -> dict[str, float]:
+        """Return how many seconds each way takes for a prompt of more than one chunk, by the costs."""
+        num_ranks = min(self.world.size, -(-length // chunk))
+        costs = self.costs or Costs.of(model.config)
+        pieces = self.counts(model, length, chunk, KIND)
+        found = predicted_s(length, pieces, even(length, num_ranks, chunk), costs)
+        if any(model.config.windows):
+            del found["sequence-causal"]  # their entries are not gathered
+        return found
+
+    def reason_for(self, model: Decoder, length: int) -> str | None:
+        """Return what "auto" expects for a prompt of so many tokens, and takes; None where nothing is chosen."""
+        if self.way != "auto" or length - 1 <= CHUNK:
+            return None
+        found = self.expected_s(model, length - 1, CHUNK)
+        told = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in found.items())
+        return f"read by {min(found, key=lambda way: found[way])}; expected {told}"
+
     def way_for(self, model: Decoder, length: int, chunk: int) -> str:
         """Return how a prompt is read: what was asked for, or the fastest by the costs that were measured."""
         if length <= chunk:
             return ALONE
         if self.way != "auto":
             return self.way
-        costs = self.costs or Costs.of(model.config)
-        found = predicted_s(length, self.counts(model, length, chunk), even(length, self.world.size, chunk), costs)
-        if any(model.config.windows):
-            del found["sequence-causal"]  # their entries are not gathered
+        found = self.expected_s(model, length, chunk)
         best = min(found, key=lambda way: found[way])
-        told = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in found.items())
-        self.reason = f"{best} for {length} tokens: predicted {told}"
         return best
 
     def measure(self, model: Decoder) -> None:

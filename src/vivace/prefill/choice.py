@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,7 +62,8 @@ class Prefills:
                     raise ConfigError(
                         f"{what} has no effect on prefill {name}; leave it out, or choose another", field=what
                     )
-            return self._full, None
+            explain: Callable[[Decoder, int], str | None] | None = getattr(self._full, "reason_for", None)
+            return self._full, None if explain is None else explain(self._model, length)
         if decode_keep is not None and not spec.can_return:
             able = " or ".join(other.name for other in PREFILLS.values() if other.can_return)
             raise ConfigError(

@@ -1,0 +1,172 @@
+"""Tables of ways to share a model among ranks: measured ones, forms of sums, and simulated ones apart from both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import captions
+from tools.blocks import table
+
+WIRES = "wires"
+"""Files whose names begin so are of ``vivace evaluate --wire``."""
+
+
+class MixedError(ValueError):
+    """Simulated numbers were about to stand beside measured ones."""
+
+
+def cells_of(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return the measured cells of files.
+
+    Raises:
+        MixedError: one of them is simulated.
+    """
+    cells: list[dict[str, Any]] = []
+    for path in paths:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["is_simulated"]:
+            raise MixedError(f"{path.name} is simulated and has no place among measured results")
+        cells += found["cells"]
+    return cells
+
+
+def measured(folder: Path) -> str:
+    """Return first tokens and decoding, one table for each machine, commit and model."""
+    paths = [path for path in sorted(folder.glob("*.json")) if not path.name.startswith((WIRES, "simulated"))]
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for cell in cells_of(paths):
+        kernels = cell["setting"]["kernels"]
+        caption = f"{captions.heading(cell['provenance'], kernels)}, `{cell['setting']['model']}`"
+        parts.setdefault(caption, []).append(cell)
+    made = [
+        f"{caption}. {note(cells)}\n\n{first_tokens(cells)}\n\n{decoding(cells)}" for caption, cells in parts.items()
+    ]
+    return "\n\n".join(made) or "No run is committed yet."
+
+
+def note(cells: Sequence[dict[str, Any]]) -> str:
+    """Return what links were, and what machines are not."""
+    links = [cell["link"] for cell in cells]
+    kinds = ", ".join(dict.fromkeys(link["kind"] for link in links))
+    rates = "; ".join(f"{name_of(link)}: {link['measured_mbit']:,.0f} Mbit/s measured" for link in links)
+    ranks, share = links[0]["ranks"], links[0]["cpu_share"]
+    return (
+        f"{ranks} ranks on one machine, {share:g} of a core and one thread each, links: {kinds} ({rates}). "
+        "The ranks share a memory bus, which machines do not."
+    )
+
+
+def name_of(link: dict[str, Any]) -> str:
+    """Return what a link is called in tables."""
+    return "not shaped" if link["mbit"] is None else f"{link['mbit']:g} Mbit/s"
+
+
+def first_tokens(cells: Sequence[dict[str, Any]]) -> str:
+    """Return seconds to the first token: a row for each link and length, a column for each way."""
+    rows = [(cell, row) for cell in cells for row in cell["rows"] if row["what"] == "first token"]
+    ways = list(dict.fromkeys(row["way"] for _, row in rows))
+    places = list(dict.fromkeys((name_of(cell["link"]), row["num_tokens"]) for cell, row in rows))
+    seconds = {(name_of(cell["link"]), row["num_tokens"], row["way"]): row["median_s"] for cell, row in rows}
+    body = []
+    for link, length in places:
+        found = [seconds.get((link, length, way)) for way in ways]
+        best = min(value for value in found if value is not None)
+        shown = ["-" if value is None else f"**{value:.2f}**" if value == best else f"{value:.2f}" for value in found]
+        body.append((link, f"{length:,}", *shown))
+    return table(("link", "tokens", *(f"{way}, s" for way in ways)), body)
+
+
+def decoding(cells: Sequence[dict[str, Any]]) -> str:
+    """Return milliseconds of a step of decoding."""
+    rows = [(cell, row) for cell in cells for row in cell["rows"] if row["what"] == "decoding"]
+    ways = list(dict.fromkeys(row["way"] for _, row in rows))
+    places = list(dict.fromkeys((name_of(cell["link"]), row["batch"]) for cell, row in rows))
+    steps = {(name_of(cell["link"]), row["batch"], row["way"]): row["median_s"] for cell, row in rows}
+    body = [
+        (
+            link,
+            str(batch),
+            *(f"{1000 * steps[link, batch, way]:.1f}" if (link, batch, way) in steps else "-" for way in ways),
+        )
+        for link, batch in places
+    ]
+    return table(("link", "batch", *(f"{way}, ms a step" for way in ways)), body) if body else ""
+
+
+def wires(folder: Path) -> str:
+    """Return perplexities of forms of sums, with bits of a number everything counted."""
+    made = []
+    for path in sorted(folder.glob(f"{WIRES}*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = [
+            (
+                row["wire"],
+                str(row["ranks"]),
+                "-" if row["bits"] is None else f"{row['bits']:.2f}",
+                f"{row['perplexity']:.2f}",
+                "-" if row["saturation"] is None else f"{row['saturation']:.2%}",
+            )
+            for row in found["wires"]
+        ]
+        setting = found["setting"]
+        count = found["wires"][0]["num_tokens"]
+        caption = f"{captions.heading(found['provenance'], 'torch')}, `{setting['model']}`"
+        made.append(
+            f"{caption}, {count:,} tokens in windows of {setting['window']}; ranks are threads of one process.\n\n"
+            + table(("form", "ranks", "bits a number", "perplexity", "clipped"), rows)
+        )
+    return "\n\n".join(made) or "No run is committed yet."
+
+
+def simulated(folder: Path) -> str:
+    """Return what the simulator says, beside what was measured and beside the paper."""
+    paths = sorted(folder.glob("simulated*.json"))
+    if not paths:
+        return "No run is committed yet."
+    found = json.loads(paths[-1].read_text(encoding="utf-8"))
+    compared = [
+        (
+            "not shaped" if row["mbit"] is None else f"{row['mbit']:g} Mbit/s",
+            f"{row['length']:,}",
+            row["way"],
+            f"{row['simulated_s']:.2f}",
+            f"{row['measured_s']:.2f}",
+            f"{row['simulated_s'] / row['measured_s'] - 1:+.0%}",
+        )
+        for row in found["compared"]
+    ]
+    papers = [
+        (
+            row["model"],
+            str(row["ranks"]),
+            f"{row['length']:,}",
+            f"{row['gigabytes_per_s']:g} GB/s",
+            f"{row['attention']:g}x",
+            f"{row['ratio']:.2f}x",
+            f"{row['paper']:.2f}x",
+        )
+        for row in found["papers"]
+    ]
+    more = [
+        (
+            "not shaped" if row["mbit"] is None else f"{row['mbit']:g} Mbit/s",
+            str(row["ranks"]),
+            *(f"{seconds:.1f}" for seconds in row["seconds"].values()),
+        )
+        for row in found["more_ranks"]
+    ]
+    ways = tuple(f"{way}, s" for way in found["more_ranks"][0]["seconds"]) if more else ()
+    return "\n\n".join(
+        [
+            "**Simulated**, from coefficients that a bench measured at its start, beside its times:",
+            table(("link", "tokens", "way", "simulated, s", "measured, s", "off"), compared),
+            "**Simulated**: more ranks of that machine, a prompt of 8,184 tokens:",
+            table(("link", "ranks", *ways), more),
+            "**Simulated**: sequence over runahead on A100s, by how many times its multiplications attention costs, "
+            "beside the paper's ratio:",
+            table(("model", "ranks", "tokens", "link", "attention", "simulated", "paper"), papers),
+        ]
+    )

@@ -1,0 +1,103 @@
+"""Links between ranks on one machine: what they carry, how fast, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import rank_simulator
+from benchmarks.links import CGROUP, Pace, can_make_namespaces, measured_rate, network
+from benchmarks.parallel import measure
+from benchmarks.parallel_tables import MixedError, cells_of
+from tests.tiny_checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.multiprocess
+WAYS = "one,tensor,tensor:int8,sequence,sequence-causal,runahead-even,runahead"
+NEEDS_ROOT = pytest.mark.skipif(not can_make_namespaces(), reason="needs root, ip, tc and taskset")
+
+
+def spaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+
+
+@NEEDS_ROOT
+def test_ways_are_measured_over_shaped_links_and_bytes_are_those_of_the_interface(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", context=1024)
+    before = spaces()
+    with network(2, kind="namespace", mbit=200) as net:
+        assert 150 < measured_rate(net) * 8 / 1e6 < 220
+        words = ["--lengths", "600", "--ways", WAYS, "--batches", "4", "--new-tokens", "4", "--search", "2"]
+        report = measure(net, str(model), [*words, "--repeats", "1"], 50)
+    assert report["statuses"] == [0, 0]
+    assert spaces() == before
+    rows = {(row["way"], row["what"]): row for row in report["rows"]}
+    assert {way for way, _ in rows} == set(WAYS.split(","))
+    tensor, runahead = rows["tensor", "first token"], rows["runahead-even", "first token"]
+    for row in rows.values():
+        assert row["interface_out"] == pytest.approx(row["sent_bytes"], rel=0.02, abs=2000)
+    width, num_layers = 32, 2
+    assert tensor["sent_bytes"] > 2 * num_layers * 600 * width * 4
+    entries = num_layers * 256 * 2 * 16 * 4  # of the first piece: layers, entries, keys and values, width of a head
+    assert runahead["counts"] == [256, 343]
+    assert runahead["interface_in"] == pytest.approx(entries, rel=0.05)
+
+
+def test_paced_links_take_their_time(tmp_path: Path) -> None:
+    pace, started = Pace(1e6, 0.01), time.monotonic()
+    for _ in range(3):
+        pace.wait(20_000)
+    assert 0.07 <= time.monotonic() - started < 0.3
+    model = make_checkpoint(tmp_path / "model", context=1024)
+    words = ["--lengths", "600", "--ways", "one,tensor", "--batches", "0", "--repeats", "1"]
+    with network(2, kind="paced", mbit=8) as net:
+        report = measure(net, str(model), words, 50)
+    (_, tensor) = report["rows"]
+    assert tensor["median_s"] > 0.9 * 2 * 2 * 600 * 32 * 4 / 1e6, "1 MB/s"
+    assert tensor["interface_out"] is None
+
+
+def test_wrong_links_are_refused_and_ranks_end_with_the_bench() -> None:
+    for given in ({"kind": "radio"}, {"kind": "loopback", "mbit": 5.0}, {"kind": "namespace", "delay_s": 1.0}):
+        with pytest.raises(ValueError, match="cannot be made"), network(2, **given):  # type: ignore[arg-type]
+            pass
+    with network(2, kind="loopback") as net:
+        net.start([sys.executable, "-c", "import time; time.sleep(60)"])
+        assert net.wait(0.3) == [-9, -9]
+
+
+@pytest.mark.skipif(not os.access(CGROUP, os.W_OK), reason="needs cgroups that can be written")
+def test_ranks_get_their_part_of_a_core() -> None:
+    spin = "import time\nt=time.monotonic()\nwhile time.monotonic()-t<.6: pass\nprint(time.process_time())"
+    with network(1, kind="loopback", cpu_share=0.25) as net:
+        assert (net.groups[0] / "cpu.cfs_quota_us").read_text().strip() == "5000"
+        net.start([sys.executable, "-c", spin])
+        assert net.wait(20) == [0]
+    assert not net.groups[0].exists()
+
+
+def test_simulated_ranks_keep_the_laws_of_the_note() -> None:
+    shape, *_ = rank_simulator.PAPER[0]
+    machine = shape.machine(rank_simulator.A100_FLOPS, 300e9, 4.0)
+    calm = rank_simulator.simulate(12288, 4, machine)
+    assert calm["runahead"] < calm["runahead-even"] <= calm["sequence"] * 1.001
+    assert calm["runahead"] < calm["one"]
+    late = rank_simulator.simulate(12288, 4, shape.machine(rank_simulator.A100_FLOPS, 10e9, 1.0), jitter=0.2, seed=1)
+    same = rank_simulator.simulate(12288, 4, shape.machine(rank_simulator.A100_FLOPS, 10e9, 1.0), jitter=0.2, seed=1)
+    none = rank_simulator.simulate(12288, 4, shape.machine(rank_simulator.A100_FLOPS, 10e9, 1.0))
+    assert late == same
+    assert late["sequence"] / none["sequence"] > late["runahead"] / none["runahead"] > 1
+
+
+def test_simulated_and_measured_results_do_not_mix(tmp_path: Path) -> None:
+    measured, simulated = tmp_path / "a.json", tmp_path / "b.json"
+    measured.write_text(json.dumps({"is_simulated": False, "cells": [{"link": {}, "rows": []}]}))
+    simulated.write_text(json.dumps({"is_simulated": True, "cells": []}))
+    assert len(cells_of([measured])) == 1
+    with pytest.raises(MixedError, match=r"b\.json is simulated"):
+        cells_of([measured, simulated])
