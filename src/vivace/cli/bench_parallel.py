@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from vivace.parallel.every import EveryLoading
 
 
-DECODED_AFTER = 128
+WARMING = 512
+"""Tokens of a prompt that all ways read before anything is timed."""
+DECODED_AFTER = 16
 """Tokens of the prompt of decoding, at most."""
 
 
@@ -70,8 +72,8 @@ def parallel(
         most = whole.model.config.max_positions - SPACE
         asked = {min(size, most): prompt_of(whole, texts, min(size, most)) for size in sizes}
         with watched_others() as others:
-            for warming in (min(asked.values(), key=len),):
-                Ways(loading, whole, share, names, searched=1).first_tokens({len(warming): warming}, 1)
+            warming = prompt_of(whole, texts, min(WARMING, most))
+            Ways(loading, whole, share, names, searched=1).first_tokens({len(warming): warming}, 1)
             rows = []
             for size, prompt in asked.items():
                 rows += measured.first_tokens({size: prompt}, repeats)
