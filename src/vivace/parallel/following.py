@@ -18,32 +18,37 @@ from vivace.parallel.world import END, World
 class Follower:
     """Repeats what rank 0 does on this rank's share of a model."""
 
-    def __init__(self, world: World, decoder: Decoder) -> None:
-        """Follow rank 0 with a decoder that holds this rank's share of the layers."""
+    def __init__(self, world: World, decoder: Decoder, offset: int = 0) -> None:
+        """Follow rank 0 with a decoder that holds this rank's share of the layers; ``offset`` is its leader's."""
+        self._offset = offset
+        self.operations = frozenset(range(offset, offset + passes.FORK + 1))
         self._world = world
         self._decoder = decoder
         self._caches: dict[int, KVCache] = {}
         self._fresh = Fresh()
         self._is_native = getattr(decoder.backend, "body", None) is not None
 
-    operations = frozenset(range(passes.FORK + 1))
-
     def take(self, operation: int, numbers: list[int], rest: memoryview) -> None:
         """Do what rank 0 does."""
+        operation -= self._offset
         if operation == passes.RUN:
             self._run(numbers, rest)
         else:
             self._change(operation, numbers[0], numbers[1:])
 
     def _run(self, numbers: list[int], rest: memoryview) -> None:
-        number = passes.cache_of_pass(numbers)
-        if number is None and numbers[1] == 0:
-            self._fresh = Fresh()
-        memory: Memory = self._fresh if number is None else self._caches[number]
+        memory: Memory = self._memory_of(numbers)
         step, start, stop = passes.unpack_pass(numbers, memory)
         h = passes.rows_of(rest, step.num_rows, self._decoder.dtype)
         with one_pytorch_thread() if self._is_native else nullcontext():
             self._decoder.run(h, step, start, stop)
+
+    def _memory_of(self, numbers: list[int]) -> Memory:
+        """Return what a pass works on."""
+        number = passes.cache_of_pass(numbers)
+        if number is None and numbers[1] == 0:
+            self._fresh = Fresh()
+        return self._fresh if number is None else self._caches[number]
 
     def _change(self, operation: int, number: int, numbers: list[int]) -> None:
         if operation == passes.OPEN:

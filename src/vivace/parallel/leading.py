@@ -32,9 +32,10 @@ from vivace.parallel.world import World
 class Leader:
     """Sends to the other ranks what they follow; implements ``Stateful``, so that every session reports to it."""
 
-    def __init__(self, world: World) -> None:
-        """Lead the other ranks of a world."""
+    def __init__(self, world: World, offset: int = 0) -> None:
+        """Lead the other ranks of a world; ``offset`` is added to the numbers of operations where there are two."""
         self.world = world
+        self.offset = offset
         self.turn = threading.RLock()
         """Held during a pass and while a message is sent: passes of several threads follow one another."""
         self._caches: WeakKeyDictionary[KVCache, int] = WeakKeyDictionary()
@@ -60,14 +61,14 @@ class Leader:
         """Send a message of integers to all other ranks."""
         with self.turn:
             while self._dropped:
-                self.world.tell(passes.packed(passes.CLOSE, [self._dropped.popleft()]))
-            self.world.tell(passes.packed(operation, numbers))
+                self.world.tell(passes.packed(self.offset + passes.CLOSE, [self._dropped.popleft()]))
+            self.world.tell(passes.packed(self.offset + operation, numbers))
 
     def begin(self, h: Tensor, step: Step, start: int, stop: int) -> None:
         """Send a pass and its rows to all other ranks."""
         memory = step.memory
         number = self.number_of(memory) if isinstance(memory, KVCache) else None
-        self.world.tell(passes.pack_pass(step, number, start, stop), h.contiguous())
+        self.world.tell(passes.pack_pass(step, number, start, stop, self.offset), h.contiguous())
 
 
 class LedSlots:

@@ -25,14 +25,22 @@ from vivace.parallel.leading import Leader, LedBackend
 from vivace.parallel.lowbit import KIND, Calibration, LowBitWire
 from vivace.parallel.partition_table import KIND as RUNAHEAD
 from vivace.parallel.partition_table import Table, read_table
+from vivace.parallel.pipeline import KIND as PIPELINE
+from vivace.parallel.pipeline import (
+    PipelineBackend,
+    PipelineFollower,
+    PipelineLeader,
+    PipelineParts,
+    PipelinePrefill,
+)
 from vivace.parallel.runahead import WAYS, RunaheadFollower, RunaheadPrefill
 from vivace.parallel.shares import shares_of
 from vivace.parallel.tensor import ShareParts, shard_of
 from vivace.parallel.world import World
 
-MODES = ("tensor", *WAYS, "auto")
-"""Ways to share work: every layer is divided among ranks, or every prompt is; "auto" chooses among the latter, and one
-rank alone, for each prompt."""
+MODES = ("tensor", *WAYS, "auto", PIPELINE)
+"""Ways to share work: every layer is divided among ranks, or every prompt is, or the layers are; "auto" chooses among
+those that divide prompts, and one rank alone, for each prompt."""
 
 
 class SharedLoading:
@@ -43,7 +51,9 @@ class SharedLoading:
         self.world = world
         self.wire = wire
         self.mode = mode
-        self.prefill: Prefill = FULL if mode == "tensor" else RunaheadPrefill(world, mode)
+        self.prefill: Prefill = RunaheadPrefill(world, mode)
+        if mode in ("tensor", PIPELINE):
+            self.prefill = FULL if mode == "tensor" else PipelinePrefill()
         """How prompts are read in full."""
         self.reads_table = mode in (RUNAHEAD, "auto")
         """Whether boundaries of pieces are those of the table beside the model, where there is one."""
@@ -111,7 +121,9 @@ class SharedLoading:
             ConfigError: so many ranks cannot share the model.
             UnsupportedError: such a model is not shared.
         """
-        if self.mode == "tensor":
+        if self.mode == PIPELINE:
+            decoder = load_stages(self.world, folder, dtype, device, backend, ignored)
+        elif self.mode == "tensor":
             decoder = load_share(self.world, self.wire, folder, dtype, device, backend, ignored)
         else:
             if self.mode in WAYS and self.mode != RUNAHEAD and any(load_config(folder, ignored).windows):
@@ -136,7 +148,7 @@ class SharedLoading:
             }
         )
         if not self.world.leads:
-            taking = Follower if self.mode == "tensor" else RunaheadFollower
+            taking = {"tensor": Follower, PIPELINE: PipelineFollower}.get(self.mode, RunaheadFollower)
             end_following(self.world, taking(self.world, decoder))
         if isinstance(self.prefill, RunaheadPrefill):
             decoder.backend.num_ranks = self.world.size
@@ -200,6 +212,30 @@ def load_share(
     world.wire = wire_of(wire, folder, world.size, decoder.dtype) if isinstance(wire, str) else wire
     collective.wire = world.wire
     return decoder
+
+
+def load_stages(
+    world: World,
+    folder: Path,
+    dtype: str,
+    device: str,
+    backend: Callable[[torch.dtype], Backend | None],
+    ignored: Sequence[str],
+    offset: int = 0,
+) -> Decoder:
+    """Load a model whose layers are computed by the ranks one after the other."""
+    config = load_config(folder, ignored)
+    check_model(config)
+    if config.num_layers < world.size:
+        raise ConfigError(f"{world.size} ranks cannot share {config.num_layers} layers; start fewer")
+    leader = PipelineLeader(world, offset) if world.leads else None
+
+    def made(kind: torch.dtype) -> Backend | None:
+        inner = backend(kind)
+        return inner if leader is None else PipelineBackend(TorchBackend() if inner is None else inner, leader)
+
+    parts = PipelineParts(config, leader)
+    return load_decoder(folder, dtype, device, parts=parts, backend=made, ignored=ignored)
 
 
 def wire_of(name: str, folder: Path, num_ranks: int, dtype: torch.dtype) -> Wire:

@@ -51,8 +51,8 @@ def unpack_lists(numbers: Sequence[int]) -> list[list[int]]:
     return lists
 
 
-def pack_pass(step: Step, cache: int | None, start: int, stop: int) -> bytes:
-    """Return the message of a pass of a call's rows through layers start..stop-1."""
+def pack_pass(step: Step, cache: int | None, start: int, stop: int, offset: int = 0) -> bytes:
+    """Return the message of a pass of a call's rows through layers start..stop-1; ``offset`` is the leader's."""
     batch, length = step.grid or (0, 0)
     head = (
         *(_DENSE if cache is None else cache, start, stop, step.num_rows, step.num_write, step.num_feed),
@@ -61,7 +61,7 @@ def pack_pass(step: Step, cache: int | None, start: int, stop: int) -> bytes:
     )
     fields = [step.slot, step.position, step.entry, step.seen]
     fields += [field.reshape(-1) for field in (step.tail, step.extent) if field is not None]
-    numbers = torch.cat([torch.tensor((_NUM_HEAD + sum(map(len, fields)) + 1, RUN, *head)), *fields])
+    numbers = torch.cat([torch.tensor((_NUM_HEAD + sum(map(len, fields)) + 1, offset + RUN, *head)), *fields])
     return numbers.numpy().tobytes()
 
 
