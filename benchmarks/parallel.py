@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.links import Network, measured_rate, network
 
-WAYS = "one,tensor,tensor:lowbit,sequence,sequence-causal,runahead-even,runahead-model,runahead"
+WAYS = "one,tensor,tensor:lowbit,sequence,sequence-causal,pipeline,runahead-even,runahead-model,runahead"
 
 
 def measure(net: Network, model: str, words: list[str], limit_s: float) -> dict[str, Any]:

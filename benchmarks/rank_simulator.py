@@ -17,6 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from benchmarks.parallel_tables import cells_of
 from vivace.parallel.partition import Costs, balanced, even
 
 GRID = 256
@@ -249,10 +250,10 @@ def more_ranks(measured: dict[str, Any]) -> list[dict[str, Any]]:
 def main() -> None:
     """Simulate and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--measured", type=Path, required=True)
+    parser.add_argument("--measured", type=Path, nargs="+", required=True)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    measured = json.loads(given.measured.read_text())
+    measured = {"cells": cells_of(given.measured)}
     found = {
         "is_simulated": True,
         "provenance": measured["cells"][0]["provenance"],

@@ -18,7 +18,7 @@ from benchmarks.parallel_tables import MixedError, cells_of
 from tests.tiny_checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.multiprocess
-WAYS = "one,tensor,tensor:int8,sequence,sequence-causal,runahead-even,runahead"
+WAYS = "one,tensor,tensor:int8,sequence,sequence-causal,pipeline,runahead-even,runahead"
 NEEDS_ROOT = pytest.mark.skipif(not can_make_namespaces(), reason="needs root, ip, tc and taskset")
 
 

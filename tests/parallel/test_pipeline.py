@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_layers_are_divided_and_too_many_ranks_are_refused(tmp_path: Path) -> No
         stages = [stage_of(rank, ranks, 30) for rank in (*range(1, ranks), 0)]
         assert stages[0][0] == 0
         assert stages[-1][1] == 30
-        assert all(stop == first for (_, stop), (first, _) in zip(stages, stages[1:], strict=False))
+        assert all(stop == first for (_, stop), (first, _) in pairwise(stages))
     make_checkpoint(tmp_path, layers=2)
 
     def work() -> Any:

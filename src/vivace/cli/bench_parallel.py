@@ -37,10 +37,10 @@ def parallel(
     ways: Annotated[
         str,
         typer.Option(
-            help="With commas: one, tensor, tensor:FORM, sequence, sequence-causal, runahead-even, runahead-model, "
-            "runahead (searched)."
+            help="With commas: one, tensor, tensor:FORM, sequence, sequence-causal, pipeline, runahead-even, "
+            "runahead-model, runahead (searched)."
         ),
-    ] = "one,tensor,sequence,sequence-causal,runahead-even,runahead",
+    ] = "one,tensor,sequence,sequence-causal,pipeline,runahead-even,runahead",
     batches: Annotated[str, typer.Option(help="Sizes of batches for decoding, with commas; 0: none.")] = "1",
     new_tokens: Annotated[int, typer.Option(help="Tokens that are decoded.", min=1)] = 16,
     search: Annotated[int, typer.Option(help="Most partitions that a search times.", min=1)] = 6,
@@ -67,13 +67,15 @@ def parallel(
         loading = EveryLoading(world, list(dict.fromkeys(forms)))
         whole = vivace.load(model, kernels=kernels, dtype=dtype, parallel=loading)
         share = vivace.load(model, kernels=kernels, dtype=dtype, parallel=loading)
-        measured = Ways(loading, whole, share, names, interface=link_interface, searched=search, note=console.note)
+        stages = vivace.load(model, kernels=kernels, dtype=dtype, parallel=loading)
+        engines = whole, share, stages
+        measured = Ways(loading, *engines, names, interface=link_interface, searched=search, note=console.note)
         texts = [str(row.request) for row in read_prompts(prompts, None)]
         most = whole.model.config.max_positions - SPACE
         asked = {min(size, most): prompt_of(whole, texts, min(size, most)) for size in sizes}
         with watched_others() as others:
             warming = prompt_of(whole, texts, min(WARMING, most))
-            Ways(loading, whole, share, names, searched=1).first_tokens({len(warming): warming}, 1)
+            Ways(loading, *engines, names, searched=1).first_tokens({len(warming): warming}, 1)
             rows = []
             for size, prompt in asked.items():
                 rows += measured.first_tokens({size: prompt}, repeats)
@@ -102,7 +104,7 @@ def report_of(
             "kernels": whole.kernels.name,
             "dtype": str(whole.model.dtype).removeprefix("torch."),
             "repeats": repeats,
-            "others_cpu_share": others,
+            "beside_rank_0_cpu_share": others,  # the other ranks of this machine among them
             **world_facts(whole),
             "row_bytes": whole.model.config.width * whole.model.dtype.itemsize,
             "costs": None if costs is None else asdict(costs),

@@ -16,6 +16,7 @@ from vivace.parallel.links import HEADER
 from vivace.parallel.partition import even, first_token_s, predicted_s
 from vivace.parallel.partition_table import search
 
+PIPELINE = "pipeline"
 GRID = 256
 """Pieces begin at multiples of it, as prompts are divided in sessions."""
 READING = ("one", "sequence", "sequence-causal", "runahead-even", "runahead-model", "runahead")
@@ -55,6 +56,7 @@ class Ways:
         loading: EveryLoading,
         whole: Engine,
         share: Engine,
+        stages: Engine,
         names: Sequence[str],
         *,
         interface: str | None = None,
@@ -67,6 +69,7 @@ class Ways:
             loading: has loaded both engines.
             whole: the whole model.
             share: this rank's share.
+            stages: the model as a pipeline.
             names: of the ways.
             interface: whose counters are read; None reads none.
             searched: most partitions that a search times.
@@ -76,11 +79,12 @@ class Ways:
             ConfigError: there is no such way.
         """
         for name in names:
-            if name not in READING and name.partition(":")[0] != "tensor":
-                raise ConfigError(f"there is no way {name!r}{nearest(name, (*READING, 'tensor'))}")
+            if name not in (*READING, PIPELINE) and name.partition(":")[0] != "tensor":
+                raise ConfigError(f"there is no way {name!r}{nearest(name, (*READING, PIPELINE, 'tensor'))}")
         self._loading = loading
         self._whole = whole
         self._share = share
+        self._stages = stages
         self._names = list(names)
         self._interface = interface
         self._searched = searched
@@ -120,7 +124,7 @@ class Ways:
     def decoding(self, prompt: Sequence[int], batches: Sequence[int], tokens: int, repeats: int) -> list[WayTime]:
         """Return times of one step of decoding, for batches of one prompt; only "one" and tensor ways differ."""
         found = []
-        names = [name for name in self._names if name == "one" or name.startswith("tensor")]
+        names = [name for name in self._names if name in ("one", PIPELINE) or name.startswith("tensor")]
         for batch in batches:
             times: dict[str, list[float]] = {name: [] for name in names}
             bytes_of: dict[str, tuple[int, int | None, int | None]] = {}
@@ -173,6 +177,8 @@ class Ways:
         if name.startswith("tensor"):
             self._loading.use(name.partition(":")[2] or "same")
             return self._share
+        if name == PIPELINE:
+            return self._stages
         self._loading.reading.way = name if name == "one" or name.startswith("sequence") else "runahead"
         return self._whole
 

@@ -1,4 +1,4 @@
-"""All ways to share work in one world, for measuring them in turns: every rank holds the model and a share of it."""
+"""All ways to share work in one world, for measuring them in turns: every rank holds the model, a share and stages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from vivace.checkpoint.load import load_decoder
 from vivace.core.backend import Backend
 from vivace.core.model import Decoder
 from vivace.core.summed import Point
-from vivace.decode.prefill import FULL
+from vivace.decode.prefill import FULL, Prefill
 from vivace.errors import ConfigError
 from vivace.parallel import passes
 from vivace.parallel.collective import Wire
 from vivace.parallel.following import Follower
-from vivace.parallel.loading import SharedLoading, end_following, load_share, wire_of
+from vivace.parallel.loading import SharedLoading, end_following, load_share, load_stages, wire_of
+from vivace.parallel.pipeline import PipelineFollower, PipelinePrefill
 from vivace.parallel.runahead import RunaheadFollower, RunaheadPrefill
 from vivace.parallel.world import World
 
@@ -70,7 +71,7 @@ class _WireFollower:
 
 
 class EveryLoading(SharedLoading):
-    """Loads a model twice: give it to ``vivace.load`` once for whole models, and once more for shares."""
+    """Loads a model three times: give it to ``vivace.load`` for whole models, for shares, and for stages of layers."""
 
     def __init__(self, world: World, wires: Sequence[str]) -> None:
         """Load among the ranks of a world; ``wires`` are the forms of sums between which it can change."""
@@ -79,7 +80,8 @@ class EveryLoading(SharedLoading):
         super().__init__(world, "every", ",".join(wires))
         self._names = list(wires)
         self._switch = SwitchedWire()
-        self._share: Decoder | None = None
+        self._loaded: list[tuple[Decoder, Prefill]] = []
+        """What later calls return."""
         self.reading = RunaheadPrefill(world)
         """How the engine that was loaded first reads prompts."""
 
@@ -95,7 +97,7 @@ class EveryLoading(SharedLoading):
         backend: Callable[[torch.dtype], Backend | None],
         ignored: Sequence[str],
     ) -> Decoder:
-        """Load the model and this rank's share of it, and return the first, or at the second call the other.
+        """Load everything, and return the whole model, at the second call the share, at the third the stages.
 
         Only on rank 0 it returns.
 
@@ -104,13 +106,15 @@ class EveryLoading(SharedLoading):
             ConfigError: so many ranks cannot share the model.
             UnsupportedError: such a model is not shared.
         """
-        if self._share is not None:
-            self.prefill = FULL
-            return self._share
+        if self._loaded:
+            decoder, self.prefill = self._loaded.pop(0)
+            return decoder
         whole = load_decoder(folder, dtype, device, backend=backend, ignored=ignored)
         whole.store_entries(kv)
-        self._share = load_share(self.world, self._switch, folder, dtype, device, backend, ignored)
-        self._share.store_entries(kv)
+        share = load_share(self.world, self._switch, folder, dtype, device, backend, ignored)
+        stages = load_stages(self.world, folder, dtype, device, backend, ignored, passes.STAGES)
+        for decoder in (share, stages):
+            decoder.store_entries(kv)
         forms = {name: wire_of(name, folder, self.world.size, whole.dtype) for name in self._names}
         self._switch.forms = forms
         facts: dict[str, Any] = {
@@ -123,11 +127,13 @@ class EveryLoading(SharedLoading):
         }
         self.world.compare(facts)
         if not self.world.leads:
-            followers = Follower(self.world, self._share), RunaheadFollower(self.world, whole)
-            end_following(self.world, *followers, _WireFollower(self._switch))
+            followers = Follower(self.world, share), RunaheadFollower(self.world, whole)
+            staged = PipelineFollower(self.world, stages, passes.STAGES)
+            end_following(self.world, *followers, staged, _WireFollower(self._switch))
         whole.backend.num_ranks = self.world.size
         self.reading.measure(whole)
         self.prefill = self.reading
+        self._loaded = [(share, FULL), (stages, PipelinePrefill())]
         return whole
 
     def use(self, wire: str) -> None:

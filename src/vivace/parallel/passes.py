@@ -20,6 +20,9 @@ from vivace.core.step import Step
 OPEN, CLOSE, RUN, COMMIT, TRUNCATE, RELEASE, RESTORE, FORK, READ, ECHO, WIRE = range(11)
 """Operations."""
 
+STAGES = 32
+"""Added to the operations of a pipeline where there is another leader."""
+
 _DENSE = -1
 """Stands for the number of a cache in passes without one."""
 

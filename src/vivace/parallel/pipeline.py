@@ -1,4 +1,4 @@
-"""A pipeline: every rank computes some neighbouring layers of every pass, and the chunks of a prompt follow one another.
+"""A pipeline: every rank computes some neighbouring layers of every pass, and chunks of a prompt follow one another.
 
 Rank 1 computes the first layers, the next ranks those behind them, and rank 0, which has the head, the last. While it
 computes a chunk of a prompt, the ranks before it are busy with later ones. Decoding passes rank after rank, so it is no
