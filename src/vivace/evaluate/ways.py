@@ -7,14 +7,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from vivace.engine import Engine
+from vivace.core.model import Decoder
 from vivace.errors import ConfigError, nearest
 from vivace.parallel.every import EveryLoading
 from vivace.parallel.links import HEADER
 from vivace.parallel.partition import even, first_token_s, predicted_s
 from vivace.parallel.partition_table import search
+from vivace.parallel.world import World
 
 PIPELINE = "pipeline"
 GRID = 256
@@ -48,15 +49,26 @@ class WayTime:
     interface_in: int | None
 
 
+class Answering(Protocol):
+    """What is asked: an engine."""
+
+    model: Decoder
+    world: World | None
+
+    def generate(self, prompts: Any, **options: Any) -> Any:
+        """Answer prompts."""
+        ...
+
+
 class Ways:
     """Measures the ways of a world, on rank 0."""
 
     def __init__(
         self,
         loading: EveryLoading,
-        whole: Engine,
-        share: Engine,
-        stages: Engine,
+        whole: Answering,
+        share: Answering,
+        stages: Answering,
         names: Sequence[str],
         *,
         interface: str | None = None,
@@ -172,7 +184,7 @@ class Ways:
         equal = name == "runahead-even" or name.startswith("sequence")
         return even(length, min(ranks, -(-length // GRID)), GRID) if equal else None
 
-    def _engine(self, name: str) -> Engine:
+    def _engine(self, name: str) -> Answering:
         """Return the engine of a way, with that way set."""
         if name.startswith("tensor"):
             self._loading.use(name.partition(":")[2] or "same")
@@ -238,7 +250,7 @@ def interface_counters(interface: str | None) -> dict[str, int]:
     return {name: int((folder / name).read_text()) for name in names}
 
 
-def world_facts(engine: Engine) -> dict[str, Any]:
+def world_facts(engine: Answering) -> dict[str, Any]:
     """Return what was measured of the ranks: link and costs of a layer."""
     world = engine.world
     assert world is not None
