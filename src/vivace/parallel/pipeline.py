@@ -171,8 +171,8 @@ class PipelinePrefill:
     def __init__(self) -> None:
         self.lock = threading.Lock()
 
-    def open(self, model: Decoder, cache: KVCache, *, chunk: int) -> PrefillState:
-        """Return the state of a session."""
+    def open(self, model: Decoder, cache: KVCache, *, chunk: int, spans: int = 1) -> PrefillState:
+        """Return the state of a session; a chunk is never divided by layers, which ranks have divided already."""
         return _PipelineState(self, model, cache, chunk)
 
 
