@@ -17,6 +17,7 @@ from tests.parity.families import VOCAB
 from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.share import share_module
 from vivace.core.cpu.backend import backend_of
+from vivace.core.cpu.span import NativeSpan
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.kernels.choice import choose
@@ -72,11 +73,13 @@ def test_every_family_is_here() -> None:
 
 
 def test_encoder_states(pair: Pair) -> None:
-    for seed, length in enumerate(LENGTHS):
-        source = tokens(length, seed)
+    assert pair.ours.encoder is not None
+    sources = [tokens(length, seed) for seed, length in enumerate((*LENGTHS, *range(3, 16)))]
+    together = pair.ours.encoder.states(*sources)
+    for source, found in zip(sources, together, strict=True):
         expected = pair.theirs.get_encoder()(torch.tensor([source])).last_hidden_state[0]
-        assert pair.ours.encoder is not None
-        assert (pair.ours.encoder.states(source) - expected).abs().max() < TOLERANCE
+        assert (found - expected).abs().max() < TOLERANCE
+        assert torch.equal(pair.ours.encoder.states(source)[0], found), "the same bits alone and among sixteen"
 
 
 def test_logits_of_a_ragged_batch_and_alone(pair: Pair) -> None:
@@ -110,6 +113,40 @@ def test_native_kernels(pair: Pair, weights: str) -> None:
         assert torch.equal(stepped(packed, [source], [text])[0], found)
         if weights == "bf16":  # eight bits are lossy, and these models are sharp
             assert (found - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_span_has_the_bits_of_its_layers(pair: Pair, dtype: torch.dtype) -> None:
+    """All layers in one native call, with paths behind a common beginning, and one after the other."""
+    native = backend_of(choose("auto", device=torch.device("cpu")).body, "bf16", dtype, is_required=False)
+    if native is None:
+        pytest.skip("no native kernels here")
+    model = load_decoder(pair.folder, dtype, backend=lambda _: native, reads_sources=True)
+    assert isinstance(model.backend.span, NativeSpan)
+    assert model.encoder is not None
+    sources = [tokens(length, seed) for seed, length in enumerate(LENGTHS)]
+    together = model.encoder.states(*sources)
+    assert all(torch.equal(model.encoder.states(source)[0], one) for source, one in zip(sources, together, strict=True))
+    cache = model.new_cache(len(sources), 64)
+    model.read_sources(dict(enumerate(sources)), cache)
+    for slot, count in enumerate((40, 3, 17)):  # texts that are stored, longer than the buckets of distances
+        step = Step.at(cache, [slot] * count, list(range(count)))
+        model.run(model.embed(torch.tensor(tokens(count, slot + 5)), step), step)
+        cache.commit([slot], [range(count)])
+    slots, lengths = [0, 0, 0, 1, 1, 2], [40, 40, 40, 3, 3, 17]
+    entry = torch.tensor([41, 42, 43, 4, 5, 17])
+    cache.reserve(slots, entry.tolist())
+    step = Step(
+        *(cache, torch.tensor(slots), torch.tensor(lengths), entry, torch.tensor(lengths)),
+        *(entry[:, None].contiguous(), 6, 6),
+    )
+    h = model.embed(torch.tensor(tokens(6, 9)), step)
+    joined, apart = model.run(h, step), h
+    assert model.backend.span.covers(step)
+    for layer in model.layers:
+        apart = layer(apart, step)
+    assert torch.isfinite(joined.float()).all()
+    assert torch.equal(joined, apart)
 
 
 SEARCHES = [

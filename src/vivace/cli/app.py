@@ -18,7 +18,7 @@ from typer.exceptions import Abort, TyperException
 import vivace
 from vivace.cli import (
     batch,
-    bench_parallel,
+    bench_beams,
     chat,
     check,
     compress,
@@ -56,7 +56,7 @@ def build() -> typer.Typer:
     app.command("chat")(chat.chat)
     app.command("batch")(batch.batch)
     app.command("serve")(serve.serve)
-    app.add_typer(bench_parallel.app, name="bench")
+    app.add_typer(bench_beams.app, name="bench")
     app.command("check")(check.check)
     app.command("evaluate")(evaluate.evaluate)
     app.command("data")(data.data)

@@ -14,7 +14,7 @@ import vivace
 from vivace.cli import options
 from vivace.cli.console import console
 from vivace.cli.loading import open_engine
-from vivace.errors import ConfigError, DependencyError
+from vivace.errors import ConfigError, DependencyError, UnsupportedError
 
 if TYPE_CHECKING:
     from vivace.serve.app import Server
@@ -165,7 +165,9 @@ def serve(
         raise ConfigError("--adapter-memory has no effect without --adapter or --adapter-folder; leave it out")
     found = options.parse_adapters(load.adapter)
     adapters = {found.rstrip("/").rpartition("/")[2]: found} if isinstance(found, str) else found
-    engine = open_engine(model, (), replace(load, adapter=None), store, cache, ranks, guard=guard)
+    engine = open_engine(model, (), replace(load, adapter=None), store, cache, ranks, guard=guard, reads_sources=True)
+    if engine.model.encoder is not None and (adapters or adapter_folder):
+        raise UnsupportedError("adapters are for decoders without an encoder; leave out --adapter and --adapter-folder")
     from vivace.serve.app import Server
 
     server = Server(engine, config, adapters, vivace.__version__)

@@ -1,6 +1,7 @@
 """Attention of a call's rows to stored keys and values, on the path that the call was built for.
 
 * dense: a whole batch over its own rows (training, scoring);
+* whole: texts of different lengths that are read to their ends (encoders);
 * chunk: neighbouring prompt positions of a slot (prefill);
 * rows: everything else, each row by itself, so that its bits depend only on the row and the entries it reads.
 
@@ -17,6 +18,7 @@ from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.relative import RelativeTable
 from vivace.core.step import Step
+from vivace.core.whole_texts import WholeTexts
 from vivace.kernels import reference as kernels
 
 
@@ -35,6 +37,8 @@ class Attention:
         """Return the attention of queries (T, H, D) to the entries that their rows read, (T, H, D)."""
         if step.grid is not None:
             return self._dense(q, step)
+        if isinstance(step.memory, WholeTexts):
+            return self._whole(q, step.memory)
         assert isinstance(step.memory, KVCache), "rows and chunks read a cache"
         if step.chunk is not None:
             return self._chunks(q, step.memory, step)
@@ -54,6 +58,17 @@ class Attention:
             for rows in torch.split(q, batch * length)
         ]
         return torch.cat([a.reshape(batch * length, *q.shape[1:]) for a in streams])
+
+    def _whole(self, q: Tensor, texts: WholeTexts) -> Tensor:
+        """Attend text by text, each row to its whole text."""
+        keys, values = texts.stored(self.layer)
+        out = torch.empty_like(q)
+        for first, stop in texts.bounds:
+            k, v = (part[None, first:stop].transpose(1, 2) for part in (keys, values))
+            visible = q.new_zeros(1, 1) if self.relative is None else self.relative.within(stop - first)
+            rows = q[None, first:stop]
+            out[first:stop] = kernels.attend_chunk(rows, k, v, visible, scale=self.scale, softcap=self.softcap)[0]
+        return out
 
     def _chunks(self, q: Tensor, cache: KVCache, step: Step) -> Tensor:
         assert step.chunk is not None

@@ -7,7 +7,7 @@ them in one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from vivace.core.relative import RelativeTable
 from vivace.core.rope import Rotary
 from vivace.core.seams import Stateful
 from vivace.core.step import Step
+from vivace.core.whole_texts import WholeTexts
 from vivace.errors import ConfigError, UnsupportedError, nearest
 from vivace.kernels import reference as kernels
 from vivace.kernels.coded import Coded
@@ -319,9 +320,21 @@ class Decoder(nn.Module):
             slot: whose source it is; it has none yet.
             cache: of the texts; sources are beside them.
         """
+        self.read_sources({slot: source}, cache)
+
+    def read_sources(self, sources: Mapping[int, Sequence[int] | Tensor], cache: KVCache) -> None:
+        """Read the sources of several slots, as ``read_source`` reads one, with the same bits: all in one pass."""
         assert self.encoder is not None, "the model has an encoder"
         assert cache.beside is not None
-        states = source if isinstance(source, Tensor) else self.encoder.states(source)
+        sources = {slot: source for slot, source in sources.items() if not cache.beside.lengths[slot]}
+        unread = {slot: source for slot, source in sources.items() if not isinstance(source, Tensor)}
+        found = dict(zip(unread, self.encoder.states(*unread.values()) if unread else (), strict=True))
+        for slot, source in sources.items():
+            self._keep_source(source if isinstance(source, Tensor) else found[slot], slot, cache)
+
+    def _keep_source(self, states: Tensor, slot: int, cache: KVCache) -> None:
+        """Store what the rows of a slot read of its source in every layer, given the encoder's output for it (S, E)."""
+        assert cache.beside is not None
         step = Step.at(cache.beside, [slot] * len(states), list(range(len(states))))
         for layer in self.layers:
             assert isinstance(layer, Layer)
@@ -329,11 +342,13 @@ class Decoder(nn.Module):
             layer.cross.store(states.to(self.dtype), step)
         cache.beside.commit([slot], [range(len(states))])
 
-    def states(self, tokens: Sequence[int]) -> Tensor:
-        """Return what an encoder makes of one text, (S, E): by itself, so that its bits depend on nothing else."""
-        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
-        step = Step.dense(1, len(ids), causal=False, device=self.device)
-        return self.norm(self.run(self.embed(ids, step), step))
+    def states(self, *texts: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return what an encoder makes of texts, (S, E) each, in one pass whose bits are those of each text alone."""
+        ids = torch.tensor([token for text in texts for token in text], dtype=torch.int64, device=self.device)
+        whole = WholeTexts([len(text) for text in texts])
+        step = whole.step(self.device)
+        out = self.norm(self.run(self.embed(ids, step), step))
+        return tuple(out[first:stop] for first, stop in whole.bounds)
 
     def source_bytes(self, count: int) -> int:
         """Return the bytes that a source of so many tokens takes in the cache; 0 without an encoder."""

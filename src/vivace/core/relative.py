@@ -7,6 +7,7 @@ largest distance. An encoder tells the two directions apart, and gives each half
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +34,24 @@ class RelativeTable(nn.Module):
         key = id(self)
         if key not in step.biases:
             if step.grid is not None:
-                place = torch.arange(step.grid[1], device=step.device)
-                distance = place[:, None] - place
+                step.biases[key] = self.within(step.grid[1])
             else:
                 distance = step.position[:, None] - torch.arange(step.num_visible, device=step.device)
-            numbers = F.embedding(self.bucket(distance), self.weight)
-            step.biases[key] = numbers.movedim(-1, 0 if step.grid is not None else 1).contiguous()
+                numbers = F.embedding(self.bucket(distance), self.weight)
+                step.biases[key] = numbers.movedim(-1, 1).contiguous()
         return step.biases[key]
+
+    def within(self, length: int) -> Tensor:
+        """Return what is added to the scores of a whole text, (H, length, length)."""
+        place = torch.arange(length, device=self.weight.device)
+        return F.embedding(self.bucket(place[:, None] - place), self.weight).movedim(-1, 0).contiguous()
+
+    @cached_property
+    def by_distance(self) -> Tensor:
+        """The numbers of a causal stack by distance, (H, R) float32, once they are read; the last is of all beyond."""
+        assert self.is_causal
+        numbers = self.weight.detach()[self.bucket(torch.arange(self.config.max_distance + 1))]
+        return numbers.float().t().contiguous()
 
     def bucket(self, distance: Tensor) -> Tensor:
         """Return the bucket of distances from a row back to what it reads."""

@@ -64,11 +64,6 @@ class PromptReader:
         known = 0
         if sequence.request.guard is not None and not sequence.num_new:
             sequence.guarded = Withheld(sequence.request.guard.open())
-        if sequence.request.source is not None:
-            started = time.perf_counter()
-            with blaming(sequence.slot, "reading its source"):
-                self._model.read_source(sequence.request.source, sequence.slot, self._cache)
-            sequence.stats.prefill_s += time.perf_counter() - started
         if sequence.shares:
             with blaming(sequence.slot, "its cached prompt"):
                 known = self._attach(sequence)
@@ -83,6 +78,30 @@ class PromptReader:
     def forget(self, sequence: Decoding) -> None:
         """Drop a prompt that will not be read to its end from the progress counts."""
         self.num_asked -= num_unread(sequence)
+
+    def without_source(self, sequences: Iterable[Decoding]) -> list[Decoding]:
+        """Choose sequences whose sources are not read yet and share a pass, within the row budget."""
+        if (sources := self._cache.beside) is None:
+            return []
+        batch: list[Decoding] = []
+        rows = 0
+        for sequence in sequences:
+            source = sequence.request.source
+            if source is None or sources.lengths[sequence.slot]:
+                continue
+            rows += len(source)
+            if batch and rows > self._budget:
+                break
+            batch.append(sequence)
+        return batch
+
+    def read_sources(self, batch: Sequence[Decoding]) -> None:
+        """Read the sources of these sequences in one pass."""
+        started = time.perf_counter()
+        sources = {s.slot: s.request.source for s in batch if s.request.source is not None}
+        self._model.read_sources(sources, self._cache)
+        for sequence in batch:
+            sequence.stats.prefill_s += (time.perf_counter() - started) / len(batch)
 
     def next(self, sequences: Iterable[Decoding]) -> list[Decoding]:
         """Choose sequences whose next pieces share a pass: pieces of one kind and one prefill, within the

@@ -218,6 +218,8 @@ class Session:
         A request that fails ends, and its last event carries the error; the others continue with unchanged results.
         """
         emitted = self._fill_slots()
+        while unread := self._prompts.without_source(self._live.values()):
+            emitted += self._apart(unread, self._read_sources)
         if filling := self._prompts.next(self._live.values()):
             ready, failed = self._make_room({s: s.pieces[0].stop for s in filling})
             emitted += failed + self._apart(ready, self._prefill)
@@ -362,6 +364,11 @@ class Session:
         self.cache.set_aside(slot, sequence.num_entries)
         self.cache.prompts[slot] = len(request.tokens)
         return sequence
+
+    def _read_sources(self, batch: list[Sequence]) -> list[Emitted]:
+        """Read the sources of these sequences in one pass."""
+        self._prompts.read_sources(batch)
+        return []
 
     def _prefill(self, batch: list[Sequence]) -> list[Emitted]:
         """Run one pass over the next pieces of these sequences' prompts; return the last events of those

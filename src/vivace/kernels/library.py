@@ -146,6 +146,8 @@ class CAttention(Structure):
         ("window", c_int64),
         ("scale", c_float),
         ("softcap", c_float),
+        ("bias", c_void_p),
+        ("bias_reach", c_int64),
     ]
 
 
@@ -176,6 +178,8 @@ class CLayer(Structure):
         ("window", c_int64),
         ("rope", c_int64),
         ("mixture", POINTER(CMixture)),
+        *((name, CMatrix) for name in ("cross_q", "cross_o")),
+        *((name, CGain) for name in ("cross_norm", "cross_post_norm")),
     ]
 
 
@@ -187,6 +191,9 @@ class CPlan(Structure):
         *((name, c_int64) for name in ("num_layers", "heads", "kv_heads", "width", "ffn_width", "head_width")),
         *((name, c_int64) for name in ("rotated", "activation", "is_gated", "norms_heads_alone")),
         *((name, c_float) for name in ("norm_eps", "norm_offset", "scale", "softcap", "clip")),
+        *((name, c_int64) for name in ("norms_sums", "reads_sources")),
+        ("bias", c_void_p),
+        ("bias_reach", c_int64),
     ]
 
 
@@ -210,6 +217,9 @@ class CCall(Structure):
         ("space", c_void_p),
         *((name, c_int64) for name in ("start", "stop", "rows", "num_write", "num_feed")),
         *((name, c_int64) for name in ("tail_width", "index_width", "num_deltas")),
+        *((name, POINTER(c_void_p)) for name in ("cross_keys", "cross_values")),
+        ("cross_places", POINTER(CPlaces)),
+        ("cross_seen", c_void_p),
     ]
 
 

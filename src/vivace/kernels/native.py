@@ -352,6 +352,7 @@ class NativeBody:
         scale: float,
         softcap: float | None = None,
         scales: tuple[int | None, int | None] = (None, None),
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Return the attention of single rows to the entries that each of them reads, without gathering them first.
 
@@ -368,6 +369,7 @@ class NativeBody:
             scale: factor on q.k.
             softcap: scores become ``c * tanh(score / c)`` when set.
             scales: addresses of the scales (K, S) of keys and of values in eight bits.
+            bias: (H, R) float32 added to scores by how far back an entry is, the last to all beyond; None for none.
 
         Returns:
             (T, H, D).
@@ -380,6 +382,7 @@ class NativeBody:
         out = q.new_empty(rows, heads, width)
         sums = q.new_empty(rows, heads, width, dtype=torch.float32)
         tail = None if tail is None else tail.contiguous()
+        assert bias is None or (bias.is_contiguous() and bias.dtype == torch.float32)
         call = CAttention(
             *(q.data_ptr(), keys.data_ptr(), values.data_ptr()),
             CPlaces(table.data_ptr(), table.shape[1], size, keys.shape[1], *scales),
@@ -387,6 +390,7 @@ class NativeBody:
             *(rows, q.stride(0), heads, keys.shape[0], width),
             *(0 if tail is None else tail.shape[1], 0 if index is None else index.shape[1]),
             *(window or 0, scale, softcap or 0.0),
+            *(_address(bias), 0 if bias is None else bias.shape[1]),
         )
         self._library.vivace_attention(self._index, num_threads(), byref(call))
         return out

@@ -7,14 +7,14 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from vivace.decode.request import Emitted
+from vivace.decode.request import Emitted, FinishReason
 from vivace.serve.api_error import APIError
 from vivace.serve.bodies import GenerationBody
 from vivace.serve.call import Call, Calls
@@ -66,9 +66,11 @@ class Reply:
         self.arrived_at = time.perf_counter()
         self.parsed, self.body, self.shape, self.head, self.extras = parsed, body, shape, head, extras
         spells = extras.logprobs or extras.trace
+        self.shared = body.n // body.num_texts
+        """Choices of each job: several are what one search finds."""
         self.choices = [
             Choice(index, request, parsed.tokenizer, parsed.method, spells, parsed.reader())
-            for index, request in enumerate(parsed.requests)
+            for index, request in enumerate(request for request in parsed.requests for _ in range(self.shared))
         ]
         for choice in self.choices if echoes else ():
             echo = echoes[choice.index // body.n]
@@ -86,7 +88,7 @@ class Reply:
             self.parsed.requests if self.runs else (),
             priority=self.body.priority,
             reports_progress=self.body.return_progress,
-            group=self.body.n,
+            group=self.body.num_texts,
         )
 
     @property
@@ -99,9 +101,13 @@ class Reply:
         """Times and speculative-decoding counters of the reply, to be read when it is complete."""
         return metrics(self.choices, self.arrived_at, self.queue_s)
 
-    def take(self, index: int, emitted: Emitted, metrics: Metrics) -> NewTokens:
-        """Add the tokens of a step to a choice and to the metrics."""
-        choice = self.choices[index]
+    def take(self, job: int, emitted: Emitted, metrics: Metrics) -> list[tuple[Choice, NewTokens]]:
+        """Add what a step of a job wrote to its choices and to the metrics."""
+        choices = self.choices[job * self.shared : (job + 1) * self.shared]
+        own = [emitted] if self.shared == 1 else apart(emitted, len(choices), len(choices[0].tokens))
+        return [(choice, self._take(choice, one, metrics)) for choice, one in zip(choices, own, strict=True)]
+
+    def _take(self, choice: Choice, emitted: Emitted, metrics: Metrics) -> NewTokens:
         before = choice.last_at
         fresh = choice.take(emitted)
         count = len(fresh.tokens)
@@ -160,11 +166,13 @@ class Reply:
             parts.append(closing)
         return parts
 
-    def _step(self, index: int, emitted: Emitted, metrics: Metrics) -> str:
-        lines = self._event([self.shape.piece(index, self.take(index, emitted, metrics), self.extras)])
-        if (reason := self.choices[index].reason) is not None:
-            closing = self.shape.closing(index, reason)
-            lines += "" if closing is None else self._event([closing])
+    def _step(self, job: int, emitted: Emitted, metrics: Metrics) -> str:
+        lines = ""
+        for choice, fresh in self.take(job, emitted, metrics):
+            lines += self._event([self.shape.piece(choice.index, fresh, self.extras)])
+            if (reason := choice.reason) is not None:
+                closing = self.shape.closing(choice.index, reason)
+                lines += "" if closing is None else self._event([closing])
         return lines
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
@@ -174,6 +182,22 @@ class Reply:
         elif self.body.options.continuous_usage_stats:
             chunk["usage"] = self.usage
         return f"data: {json.dumps({**chunk, **more}, ensure_ascii=False)}\n\n"
+
+
+def apart(emitted: Emitted, count: int, known: int) -> list[Emitted]:
+    """Return what a step of a search wrote to each of its ``count`` choices, which have ``known`` tokens in common.
+
+    Before the end all choices get what no beam can change any more. In the end each gets the rest of its own text; a
+    search that found fewer texts leaves the last choices as they are.
+    """
+    if emitted.finish_reason is None:
+        return [emitted] * count
+    texts: list[Emitted] = []
+    for found in emitted.hypotheses[:count]:
+        reason: FinishReason = "stop" if found.is_stopped else "length"
+        texts.append(replace(emitted, tokens=found.tokens[known:], finish_reason=reason, hypotheses=(found,)))
+    empty = replace(emitted, tokens=(), finish_reason="length", hypotheses=())
+    return texts + [empty] * (count - len(texts))
 
 
 class EventStream(StreamingResponse):

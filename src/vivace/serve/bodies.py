@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from vivace.decode.beams import MAX_BEAMS
 from vivace.serve.foreign import without_neutral
 
 MAX_CHOICES = 16
@@ -277,6 +278,11 @@ class GenerationBody(Body):
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
+    def num_texts(self) -> int:
+        """How many texts are written for a prompt, each with tokens of its own: ``n``, but one search finds several."""
+        return self.n
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings as a list, however ``stop`` was written."""
         return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -381,6 +387,41 @@ class CompletionBody(GenerationBody):
         None, ge=0, le=MAX_TOP, description="log p of every token, and of so many likeliest tokens."
     )
     echo: bool = Field(False, description="The answer begins with the prompt; with `logprobs` the prompt is scored.")
+    use_beam_search: bool = Field(
+        False, description="The choices are the `n` likeliest texts, by beam search with `best_of` beams."
+    )
+    best_of: int | None = Field(None, ge=2, le=MAX_BEAMS, description="Number of beams; left out: `n`.")
+    length_penalty: float | None = Field(
+        None, ge=-100, le=100, description="With beams: log p of a text is divided by its length to this power."
+    )
+    early_stopping: bool | Literal["never"] | None = Field(None, description="With beams: when a search ends.")
+
+    @model_validator(mode="after")
+    def _beams_fit_together(self) -> CompletionBody:
+        if not self.use_beam_search:
+            for name in [name for name in ("length_penalty", "early_stopping") if getattr(self, name) is not None]:
+                raise ValueError(f"{name} has an effect only with use_beam_search")
+            if self.best_of is not None:
+                raise ValueError("best_of is the number of beams; without use_beam_search request n choices")
+            return self
+        if self.num_beams < max(2, self.n):
+            raise ValueError(f"beam search for {self.n} choices needs best_of of at least {max(2, self.n)}")
+        asked = ("logprobs", "method", "num_draft_tokens", "quality")
+        wrong = [name for name in asked if getattr(self, name) is not None]
+        wrong += ["return_trace"] * self.return_trace + ["response_format"] * self.is_bound
+        for name in wrong:
+            raise ValueError(f"{name} is about single texts, of which beam search has several; leave out one of them")
+        return self
+
+    @property
+    def num_beams(self) -> int:
+        """Number of beams, 1 without a search."""
+        return (self.best_of or self.n) if self.use_beam_search else 1
+
+    @property
+    def num_texts(self) -> int:
+        """How many texts are written for a prompt; the choices of a search are one, as far as they agree."""
+        return 1 if self.use_beam_search else self.n
 
     @model_validator(mode="after")
     def _completion_fits_together(self) -> CompletionBody:

@@ -74,6 +74,8 @@ class Choice:
     num_steps: int = 0
     finish_reason: FinishReason | None = None
     stats: DecodeStats | None = None
+    score: float | None = None
+    """Of a text that was found by beam search: log p over the length to the power of the length penalty."""
     auto_choice: str | None = None
     """What ``auto`` did in the last step, and why."""
     first_at: float = 0.0
@@ -104,6 +106,7 @@ class Choice:
         if emitted.finish_reason is not None:
             self.finish_reason = emitted.finish_reason
             self.stats = emitted.stats
+            self.score = emitted.hypotheses[0].score if emitted.hypotheses else None
             self.auto_choice = self._answer.result().choice
         return NewTokens(text, fresh, () if read is None else read.deltas)
 

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.core.seams import Drafter, Prefix
@@ -223,9 +224,15 @@ class RequestParser:
         if it is None.
         """
         model = self.catalog.find(body.model)
+        if self.engine.model.encoder is not None and getattr(body, "echo", False):
+            raise APIError(400, "echo is for models that continue a prompt; it is the source of this one", param="echo")
         options = self._options(body, limit, num_top is not None)
         draws = not self.engine.sampling(options).is_greedy
-        method = self.catalog.method(model, body.method, is_seeded=draws and body.seed is not None)
+        is_plain = options.beams(self.engine.defaults) is not None or self.engine.model.encoder is not None
+        if is_plain and body.method not in (None, "auto", "plain"):
+            raise APIError(400, f"method {body.method} drafts for one text without a source", param="method")
+        asked = "plain" if is_plain else body.method
+        method = self.catalog.method(model, asked, is_seeded=draws and body.seed is not None)
         if options.prefill != "full":
             check_method(method, options.prefill)
         with self._drafters:  # they are made when they are first asked for
@@ -239,7 +246,7 @@ class RequestParser:
             first = self._request(body, tokens, options, drafter, prefix)
             processors = self._processors(body, len(tokens), bias)
             first = replace(first, num_top_logprobs=num_top or 0, processors=processors, adapter=adapter)
-            requests += [replace(first, seed=seed + choice) for choice in range(body.n)]
+            requests += [replace(first, seed=seed + choice) for choice in range(body.num_texts)]
         return ParsedRequest(
             model,
             method,
@@ -250,6 +257,8 @@ class RequestParser:
 
     def _check_length(self, num_prompt_tokens: int, limit: int | None, body: GenerationBody) -> None:
         """Raise an error for prompt and answer that do not fit, in terms of the request's fields."""
+        if self.engine.model.encoder is not None:
+            num_prompt_tokens = 1  # the text begins with its start token; the source has a limit of its own
         prompt = "messages" if isinstance(body, ChatBody) else "prompt"
         asked = "max_completion_tokens" if isinstance(body, ChatBody) and body.max_completion_tokens else "max_tokens"
         needed = num_prompt_tokens + (limit or 1)
@@ -279,6 +288,7 @@ class RequestParser:
             ignore_eos=body.ignore_eos,
             logprobs=wants_logprobs,
             method="plain",
+            **_beams(body),
             prefill=default.prefill if body.prefill is None else body.prefill,
             **{
                 name: getattr(default, name)
@@ -294,9 +304,11 @@ class RequestParser:
         """Make one request; if the body sets no limit, its answer may fill the rest of a slot."""
         self.prompts.check_tokens(body.stop_token_ids, "stop_token_ids")
         longest = self.engine.memory.longest_text(self.engine.model, drafter, self.max_model_len)
-        room = max(1, min(longest, self.engine.model.config.room(len(tokens))) - len(tokens))
+        count = len(tokens) if self.engine.model.encoder is None else 1
+        room = max(1, min(longest, self.engine.model.config.room(count)) - count)
         is_open = options.max_new_tokens is None
-        if is_open and (self.default_max_tokens is not None or not _SAY_LIMIT & self.engine.defaults.keys()):
+        says_limit = self.engine.model.encoder is not None or _SAY_LIMIT & self.engine.defaults.keys()
+        if is_open and (self.default_max_tokens is not None or not says_limit):
             options = replace(options, max_new_tokens=min(self.default_max_tokens or room, room))
         with self._drafters:
             request = self.engine.request_for(tokens, options)
@@ -310,7 +322,7 @@ class RequestParser:
             drafter=request.prefill.drafter or drafter,
             stop=replace(request.stop, end_tokens=request.stop.end_tokens | set(body.stop_token_ids)),
             shows_guesses=body.return_trace,
-            prefix=prefix,
+            prefix=None if request.source is not None else prefix,
         )
 
     @staticmethod
@@ -326,3 +338,11 @@ class RequestParser:
         bias = {int(key): value for key, value in body.logit_bias.items()}
         self.prompts.check_tokens(list(bias), "logit_bias")
         return bias
+
+
+def _beams(body: GenerationBody) -> dict[str, Any]:
+    """Return the options of a search, or that there is none where tokens are drawn."""
+    if not isinstance(body, CompletionBody) or not body.use_beam_search:
+        return {"num_beams": 1} if body.temperature or body.n > 1 else {}
+    asked = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
+    return {"num_beams": body.num_beams, "num_return_sequences": body.n, **asked}

@@ -144,7 +144,8 @@ class TextShape:
     def whole(self, choice: Choice, extras: Extras) -> dict[str, Any]:
         """Return a complete choice."""
         everything = NewTokens(choice.echo_text + choice.text, [*choice.echo, *choice.tokens])
-        return {**self.piece(choice.index, everything, extras), "finish_reason": choice.reason}
+        scored = {} if choice.score is None else {"score": choice.score}
+        return {**self.piece(choice.index, everything, extras), "finish_reason": choice.reason, **scored}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Return nothing: streams of completions have no first event of their own."""

@@ -190,8 +190,10 @@ class CpuBackend:
         assert isinstance(layer, Layer)
         self._replace(layer)
         fits = self.body is not None and decoder.config.group <= MAX_GROUP
-        if self.body is not None and fits and type(layer.attention) is Attention and layer.attention.relative is None:
+        if self.body is not None and fits and type(layer.attention) is Attention:
+            relative = layer.attention.relative
             layer.attention = NativeAttention(decoder.config, layer.index, self.body)
+            layer.attention.relative = relative
             self.rows_up_to = ROWS_UP_TO
         if self.body is not None and fits and layer.cross is not None and type(layer.cross.attention) is Attention:
             layer.cross.attention = NativeAttention(replace(decoder.config, windows=()), layer.index, self.body)

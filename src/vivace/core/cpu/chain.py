@@ -61,6 +61,8 @@ def why_no_chain(c: ModelConfig) -> str | None:
     """Return why a model with a span cannot make several steps in one native call, or None where it can."""
     if any(rope.depends_on_length for rope in c.ropes):
         return "rotations depend on the length of a text"
+    if c.encoder is not None or c.positions in ("sinusoid", "relative") or c.embedding_norm or not c.final_norm:
+        return "the text has a source, or its embeddings or positions are of another kind"
     return None
 
 

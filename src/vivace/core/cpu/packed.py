@@ -225,4 +225,5 @@ class NativeAttention(Attention):
             window=self.window,
             scale=self.scale,
             softcap=self.softcap,
+            bias=None if self.relative is None else self.relative.by_distance,
         )

@@ -188,6 +188,11 @@ class NativeSpan:
                 tail_width=0 if step.tail is None else step.tail.shape[1],
                 index_width=0 if step.index is None else step.index.shape[1],
             )
+            if self.plan.reads_sources:
+                assert isinstance(step.beside.memory, KVCache)
+                sources = self.addresses(step.beside.memory)
+                call.cross_keys, call.cross_values, call.cross_places = sources
+                call.cross_seen = step.beside.seen.data_ptr()
             step.laid_out[self] = call, _version_of(step.low_rank)
         laid_out: tuple[CCall, int] = step.laid_out[self]
         return laid_out
@@ -334,10 +339,6 @@ def _version(weight: Tensor) -> int:
 
 def why_no_span(c: ModelConfig) -> str | None:
     """Return why layers run one by one on native kernels and not several in one call, or None where they do not."""
-    if c.encoder is not None:
-        return "its layers read a source"
-    if c.norm_placement == "sum" or c.positions in ("sinusoid", "relative"):
-        return "its layers norm sums, or its positions are sinusoids or relative"
     if c.group > MAX_GROUP:
         return f"more than {MAX_GROUP} query heads share a key/value head"
     if len({rope.width or c.head_dim for rope in c.ropes}) > 1:
@@ -365,6 +366,8 @@ def _experts_of(feed: object) -> list[PackedFeedForward] | None:
 def _plan(decoder: Decoder, layers: Sequence[Layer], ropes: Sequence[int], kept: list[object]) -> CPlan:
     c = decoder.config
     table = (CLayer * len(layers))(*(_layer(layer, rope, kept) for layer, rope in zip(layers, ropes, strict=True)))
+    bias = None if decoder.relative is None else decoder.relative.by_distance
+    kept.append(bias)
     return CPlan(
         layers=table,
         num_layers=len(layers),
@@ -382,6 +385,10 @@ def _plan(decoder: Decoder, layers: Sequence[Layer], ropes: Sequence[int], kept:
         scale=c.scale,
         softcap=c.attention_softcap or 0.0,
         clip=0.0 if c.qkv_clip is None else float(torch.tensor(c.qkv_clip, dtype=decoder.dtype)),
+        norms_sums=c.norm_placement == "sum",
+        reads_sources=c.encoder is not None,
+        bias=None if bias is None else bias.data_ptr(),
+        bias_reach=0 if bias is None else bias.shape[1],
     )
 
 
@@ -397,7 +404,11 @@ def _layer(layer: Layer, rope: int, kept: list[object], matrix: Callable[[object
     matrices = [part if isinstance(part, CMatrix) else (matrix or matrix_of)(part) for part in parts]
     window = layer.config.window(layer.index)
     mixture = _mixture(feed, kept, matrix or matrix_of) if is_mixture else None
-    return CLayer(*matrices, *(gain_of(norm) for norm in norms), window or 0, rope, mixture)
+    cross = layer.cross
+    sides = (_NO_MATRIX, _NO_MATRIX) if cross is None else tuple(map(matrix or matrix_of, (cross.q, cross.o)))
+    beside = (None, None) if cross is None else (cross.norm, cross.sum_norm)
+    gains = [gain_of(norm) for norm in (*norms, *beside)]
+    return CLayer(*matrices, *gains[:6], window or 0, rope, mixture, *sides, *gains[6:])
 
 
 def _part(layer: Layer, name: str) -> object | None:

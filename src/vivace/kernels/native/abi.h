@@ -218,6 +218,8 @@ struct Attention {
     int64_t rows, q_stride, heads, kv_heads, width, tail_width, index_width;
     int64_t window;  // 0: none
     float scale, softcap;  // softcap 0: none
+    const float* bias;  // (H, bias_reach) added to scores by how far back an entry is, the last to all beyond; or null
+    int64_t bias_reach;
 
     int64_t num_seen(int64_t row) const { return seen[row] - places.shift(slot[row]); }
     int64_t tail_entry(int64_t row, int64_t i) const { return tail[row * tail_width + i] - places.shift(slot[row]); }
@@ -248,6 +250,8 @@ struct Layer {
     Gain q_norm, k_norm;
     int64_t window, rope;
     const Mixture* mixture;  // in place of gate, up and down; null: none
+    Matrix cross_q, cross_o;  // of attention to the sources of texts, where the plan has such
+    Gain cross_norm, cross_post_norm;
 };
 
 // The layers of a span and the sizes that they share.
@@ -260,6 +264,10 @@ struct Plan {
     int64_t norms_heads_alone;  // whether queries and keys are normed head by head, and not over all heads at once
     float norm_eps, norm_offset, scale;
     float softcap, clip;        // of scores, and of queries, keys and values; 0: none
+    int64_t norms_sums;         // whether norms after a half take the sum of the residual and what is added to it
+    int64_t reads_sources;      // whether layers attend to the sources of texts between their halves
+    const float* bias;          // as in Attention, of a text's rows to itself in all layers
+    int64_t bias_reach;
 };
 
 // Low-rank deltas at one site of one layer, for the rows whose `which` (their adapter) is not -1.
@@ -284,6 +292,10 @@ struct Call {
     const Delta* deltas;  // by layer, then in the order in which they are added
     uint8_t* space;     // vivace_span_bytes
     int64_t start, stop, rows, num_write, num_feed, tail_width, index_width, num_deltas;
+    const bf16* const* cross_keys;  // as keys, of the sources, all of which each row reads
+    const bf16* const* cross_values;
+    const Places* cross_places;
+    const int64_t* cross_seen;  // (rows,) entries of each row's source
 };
 
 // The attention of a draft row to the entries that a deep layer stored for verified positions.

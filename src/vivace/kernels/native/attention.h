@@ -78,10 +78,13 @@ struct Queries {
     float* highest[MAX_ROWS];
     float* total[MAX_ROWS];
     int64_t count[MAX_ROWS];
+    const float* bias[MAX_ROWS];
+    int64_t distance[MAX_ROWS];  // from the row back to the first entry of the block
     float scores[MAX_ROWS * ENTRIES], keep[MAX_ROWS];
 
-    void add(const bf16* query, float* sum, float* high, float* all, int64_t seen) {
+    void add(const bf16* query, float* sum, float* high, float* all, int64_t seen, const float* lean, int64_t back) {
         q[heads] = query, sums[heads] = sum, highest[heads] = high, total[heads] = all, count[heads] = seen;
+        bias[heads] = lean, distance[heads] = back;
         common = seen < common ? seen : common;
         ++heads;
     }
@@ -200,6 +203,11 @@ inline float soften(float* scores, int64_t count, float softcap, float* highest,
 // an entry that a row does not read must not enter its sums even with weight zero, since it could be infinite.
 void read(const Block& block, TileUnit& unit, Queries& queries, int64_t count, const Attention& a) {
     score(block, unit, queries, count, a.width, a.scale);
+    for (int64_t h = 0; a.bias != nullptr && h < queries.heads; ++h)
+        for (int64_t j = 0; j < queries.count[h]; ++j) {
+            const int64_t back = queries.distance[h] - j;
+            queries.scores[h * ENTRIES + j] += queries.bias[h][back < a.bias_reach ? back : a.bias_reach - 1];
+        }
     for (int64_t h = 0; h < queries.heads; ++h)
         queries.keep[h] = soften(queries.scores + h * ENTRIES, queries.count[h], a.softcap, queries.highest[h],
                                  queries.total[h]);
@@ -248,7 +256,8 @@ void attend(const Attention& a, int64_t first, int64_t stop, int64_t kv) {
             float* sums = a.sums + row * a.heads * width + kv * size;
             for (int64_t g = 0; g < group; ++g) {
                 if (queries.heads == MAX_ROWS) read_all();
-                queries.add(q + g * width, sums + g * width, &highest[i][g], &total[i][g], count);
+                const float* lean = a.bias == nullptr ? nullptr : a.bias + (kv * group + g) * a.bias_reach;
+                queries.add(q + g * width, sums + g * width, &highest[i][g], &total[i][g], count, lean, reach[i] - 1 - at);
             }
         }
         read_all();

@@ -74,6 +74,16 @@ int64_t num_items(const Span& s, int64_t layer, Kind kind) {
         case AFTER_OUTPUT:
         case AFTER_DOWN:
             return s.is_raised(layer, kind == AFTER_DOWN) ? items(out, s.threads) : 0;
+        case CROSS:
+            return s.plan->reads_sources ? c.rows : 0;
+        case CROSS_QUERY:
+            return s.plan->reads_sources ? items(l.cross_q, s.threads) : 0;
+        case CROSS_ATTEND:
+            return s.plan->reads_sources ? attention_items(c.rows, s.plan->kv_heads) : 0;
+        case BEFORE_CROSS_OUTPUT:
+            return s.plan->reads_sources && is_low_bit(l.cross_o) ? c.rows : 0;
+        case CROSS_OUTPUT:
+            return s.plan->reads_sources ? items(l.cross_o, s.threads) : 0;
         case ROUTE:
             return l.mixture == nullptr ? 0 : fed * items(l.mixture->router, s.threads);
         case CHOOSE:
@@ -130,6 +140,8 @@ int64_t lay_out(Span& s, int64_t body, uint8_t* space, std::vector<bf16*>& low) 
     for (int64_t layer = 0; layer < s.call->stop - s.call->start; ++layer) {
         const Layer& l = s.layer(layer);
         for (const Matrix* m : {&l.qkv, &l.o, &l.up, &l.down}) prepared = std::max(prepared, rows * prepared_width(*m));
+        if (p.reads_sources)
+            for (const Matrix* m : {&l.cross_q, &l.cross_o}) prepared = std::max(prepared, rows * prepared_width(*m));
         if (l.mixture == nullptr) continue;
         const Expert& e = *l.mixture->experts;
         const int64_t here = s.num_seats(layer);

@@ -133,7 +133,19 @@ void attend_item(const Span& s, int64_t layer, int64_t item) {
     const Attention a{s.qkv,  c.keys[at],     c.values[at], c.places[at], c.slot,       c.seen,
                       c.tail, c.index,        s.a,          s.sums,       c.rows,       s.qkv_width(),
                       p.heads, p.kv_heads,    p.head_width, c.tail_width, c.index_width, s.layer(layer).window,
-                      p.scale, p.softcap};
+                      p.scale, p.softcap,     p.bias,       p.bias_reach};
+    attend_some(a, item);
+}
+
+// Attention of rows to the sources of their texts; the queries lie where those to the texts themselves lay.
+void attend_source_item(const Span& s, int64_t layer, int64_t item) {
+    const Plan& p = *s.plan;
+    const Call& c = *s.call;
+    const int64_t at = c.start + layer;
+    const Attention a{s.qkv,   c.cross_keys[at], c.cross_values[at], c.cross_places[at], c.slot, c.cross_seen,
+                      nullptr, nullptr,          s.a,                s.sums,             c.rows, s.query_width(),
+                      p.heads, p.kv_heads,       p.head_width,       0,                  0,      0,
+                      p.scale, p.softcap,        nullptr,            0};
     attend_some(a, item);
 }
 
@@ -156,17 +168,24 @@ void raise_item(const Span& s, int64_t layer, bool is_feed, int64_t item) {
         });
 }
 
-// to = round(from + y), where y is normed before if there is a norm after this half; y is zero for a row that passed no
-// feed-forward and has no deltas.
+// to = round(from + y), where y is normed before if there is a norm after it, or the sum is normed.
+void add_normed(const Span& s, int64_t row, const Gain& after, const bf16* from, bf16* to) {
+    const Plan& p = *s.plan;
+    const int64_t width = p.width, at = row * width;
+    bf16* y = s.y + at;
+    if (after.weight != nullptr && !p.norms_sums) norm_row(y, after, y, width, p.norm_eps, p.norm_offset);
+    for_width(width, [&](int64_t i, int64_t n) {
+        store_some(to + at + i, add(load_some(from + at + i, n), load_some(y + i, n)), n);
+    });
+    if (after.weight != nullptr && p.norms_sums) norm_row(to + at, after, to + at, width, p.norm_eps, p.norm_offset);
+}
+
+// Adds a half of a layer to the residual; y is zero for a row that passed no feed-forward and has no deltas.
 void finish_half(const Span& s, int64_t layer, int64_t row, bool is_feed, const bf16* from, bf16* to) {
     const int64_t width = s.plan->width;
     bf16* y = s.y + row * width;
     if (is_feed && row >= s.call->num_feed && !s.is_raised(layer, true)) __builtin_memset(y, 0, width * sizeof(bf16));
-    const Gain& after = is_feed ? s.layer(layer).ffn_post_norm : s.layer(layer).attention_post_norm;
-    if (after.weight != nullptr) norm_row(y, after, y, width, s.plan->norm_eps, s.plan->norm_offset);
-    for_width(width, [&](int64_t i, int64_t n) {
-        store_some(to + row * width + i, add(load_some(from + row * width + i, n), load_some(y + i, n)), n);
-    });
+    add_normed(s, row, is_feed ? s.layer(layer).ffn_post_norm : s.layer(layer).attention_post_norm, from, to);
 }
 
 // Prepares the inputs of a half; without a norm before it, they are the residuals themselves.
@@ -282,8 +301,20 @@ void span_item(const void* context, int64_t phase, int64_t item) {
             return project_item(s, layer, OUTPUT, item, l.o, s.a, s.y, rows);
         case AFTER_OUTPUT:
             return raise_item(s, layer, false, item);
-        case MIDDLE:
+        case CROSS:
             finish_half(s, layer, item, false, s.call->out, s.u);
+            return norm_into_x(s, item, s.u, l.cross_norm, l.cross_q);
+        case CROSS_QUERY:
+            return project_item(s, layer, CROSS_QUERY, item, l.cross_q, s.x, s.qkv, rows);
+        case CROSS_ATTEND:
+            return attend_source_item(s, layer, item);
+        case BEFORE_CROSS_OUTPUT:
+            return prepare(l.cross_o, s.a, s.prepared, item);
+        case CROSS_OUTPUT:
+            return project_item(s, layer, CROSS_OUTPUT, item, l.cross_o, s.a, s.y, rows);
+        case MIDDLE:
+            if (s.plan->reads_sources) add_normed(s, item, l.cross_post_norm, s.u, s.u);
+            else finish_half(s, layer, item, false, s.call->out, s.u);
             return norm_into_x(s, item, s.u, l.ffn_norm, l.mixture == nullptr ? l.up : l.mixture->experts->up);
         case ROUTE:
             return project_item(s, layer, ROUTE, item, l.mixture->router, s.x, s.routed.logits, s.call->num_feed);

@@ -3,8 +3,8 @@
 #include "abi.h"
 
 enum Kind : int64_t {
-    QKV, HEADS, ATTEND, BEFORE_OUTPUT, OUTPUT, AFTER_OUTPUT, MIDDLE, ROUTE, CHOOSE, GATHER, UP, ACTIVATE, BEFORE_DOWN, DOWN,
-    MIX, AFTER_DOWN, END, NUM_KINDS
+    QKV, HEADS, ATTEND, BEFORE_OUTPUT, OUTPUT, AFTER_OUTPUT, CROSS, CROSS_QUERY, CROSS_ATTEND, BEFORE_CROSS_OUTPUT,
+    CROSS_OUTPUT, MIDDLE, ROUTE, CHOOSE, GATHER, UP, ACTIVATE, BEFORE_DOWN, DOWN, MIX, AFTER_DOWN, END, NUM_KINDS
 };
 
 // Which experts the rows of a mixture take. A row that an expert takes is a seat; those of an expert are neighbours.

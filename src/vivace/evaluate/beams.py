@@ -1,0 +1,206 @@
+"""Beam search measured: this engine, transformers and CTranslate2 on the same ids, threads and settings, in turns.
+
+Every system answers all prompts in batches; systems take turns, repeat by repeat, so that what else the machine does
+hits all of them, and medians are reported. transformers runs in the dtype that was faster on the first batch. Texts are
+compared with those of this engine, token by token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from vivace.engine import Engine
+from vivace.errors import ConfigError, nearest
+from vivace.evaluate.ctranslate2 import KINDS, CTranslate2, Search
+
+Texts = list[tuple[int, ...]]
+System = Callable[[Sequence[Sequence[int]]], Texts]
+"""Answers a batch of prompts, each given and answered in token ids without an end token."""
+OURS = "vivace"
+PEERS = ("transformers", *KINDS)
+
+
+@dataclass
+class BeamRow:
+    """What was measured of one system."""
+
+    system: str
+    dtype: str
+    seconds: list[float] = field(default_factory=list)
+    """Of all prompts, repeat by repeat."""
+    num_tokens: int = 0
+    """Of all answers, end tokens left out."""
+    num_steps: int = 0
+    """Of the longest answer of each batch, summed over batches: each step is one pass of the decoder."""
+    num_different: int = 0
+    """Answers that are other tokens than those of this engine."""
+    cross_cache_bytes: int | None = None
+    """Of keys and values of the sources of the largest batch; None where nothing is known of them."""
+    encode_s: float | None = None
+    """Seconds of one round over all prompts that went into reading sources or prompts."""
+
+    def figures(self, num_prompts: int) -> dict[str, float]:
+        """Return inputs and tokens a second and milliseconds a step, of the median repeat."""
+        seconds = median(self.seconds)
+        return {
+            "inputs_per_s": num_prompts / seconds,
+            "tokens_per_s": self.num_tokens / seconds,
+            "ms_per_step": 1e3 * seconds / max(1, self.num_steps),
+        }
+
+
+def measure_beams(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    search: Search,
+    peers: Sequence[str],
+    *,
+    batch_size: int,
+    repeats: int,
+    num_threads: int,
+) -> list[BeamRow]:
+    """Measure this engine and peers.
+
+    Args:
+        engine: with the weights in memory.
+        prompts: token ids.
+        search: settings of all systems.
+        peers: names among ``PEERS``.
+        batch_size: prompts that are answered together.
+        repeats: rounds, in each of which every system answers all prompts.
+        num_threads: of each system.
+
+    Raises:
+        ConfigError: a peer is unknown.
+        DependencyError: a peer is not installed.
+    """
+    for name in peers:
+        if name not in PEERS:
+            raise ConfigError(f"--peers {name!r} is none of {', '.join(PEERS)}{nearest(name, PEERS)}")
+    torch.set_num_threads(num_threads)
+    batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
+    ours = _Ours(engine, search)
+    rows = [BeamRow(OURS, _name(engine.model.dtype))]
+    systems: list[System] = [ours]
+    for name in peers:
+        if name == "transformers":
+            system, dtype = _transformers(engine, batches[0], search)
+        else:
+            converted = CTranslate2(engine.folder, engine.tokenizer, name, num_threads=num_threads)
+            system, dtype = (lambda batch, own=converted: own.answer(batch, search)), KINDS[name]
+        systems.append(system)
+        rows.append(BeamRow(name, dtype))
+    for system in systems:
+        system(batches[0])
+    ours.encode_s = 0.0
+    answers: list[Texts] = [[] for _ in systems]
+    for _ in range(repeats):
+        for place, (row, system) in enumerate(zip(rows, systems, strict=True)):
+            started = time.perf_counter()
+            answers[place] = [text for batch in batches for text in system(batch)]
+            row.seconds.append(time.perf_counter() - started)
+    for row, texts in zip(rows, answers, strict=True):
+        _count(row, texts, answers[0], batch_size)
+    rows[0].cross_cache_bytes, rows[0].encode_s = ours.cross_cache_bytes, ours.encode_s / repeats
+    for row in rows:
+        if row.system == "transformers" and ours.cross_cache_bytes:
+            row.cross_cache_bytes = _repeated_bytes(engine, batches, search.num_beams, row.dtype)
+    return rows
+
+
+def _count(row: BeamRow, texts: Texts, ours: Texts, batch_size: int) -> None:
+    row.num_tokens = sum(map(len, texts))
+    lengths = [len(text) + 1 for text in texts]
+    row.num_steps = sum(max(lengths[first : first + batch_size]) for first in range(0, len(lengths), batch_size))
+    row.num_different = sum(one != other for one, other in zip(texts, ours, strict=True))
+
+
+class _Ours:
+    """This engine, batch by batch, with what its sources take."""
+
+    def __init__(self, engine: Engine, search: Search) -> None:
+        self.engine = engine
+        self.settings: dict[str, Any] = {
+            "num_beams": search.num_beams,
+            "max_new_tokens": search.max_new_tokens,
+            "min_new_tokens": search.min_new_tokens,
+            "length_penalty": search.length_penalty if search.num_beams > 1 else None,
+            "no_repeat_ngram_size": search.no_repeat_ngram_size,
+        }
+        self.cross_cache_bytes = 0
+        """Most that a batch's sources took, counted in whole blocks of the cache."""
+        self.encode_s = 0.0
+
+    def __call__(self, batch: Sequence[Sequence[int]]) -> Texts:
+        results = self.engine.generate([list(prompt) for prompt in batch], batch_size=len(batch), **self.settings)
+        self.encode_s += sum(result.stats.prefill_s for result in results)
+        if self.engine.model.encoder is not None:
+            taken = sum(self.engine.model.source_bytes(len(prompt)) for prompt in batch)
+            self.cross_cache_bytes = max(self.cross_cache_bytes, taken)
+        ends = set(self.engine.tokenizer.eos_ids)
+        return [tuple(token for token in result.token_ids if token not in ends) for result in results]
+
+
+def _repeated_bytes(engine: Engine, batches: Sequence[Sequence[Sequence[int]]], num_beams: int, dtype: str) -> int:
+    """Return what transformers keeps of the largest batch's sources: 2 L B b S K D numbers, padded to the longest."""
+    c = engine.model.config
+    numbers = max(len(batch) * max(map(len, batch)) for batch in batches) * num_beams
+    return 2 * c.num_layers * numbers * c.num_kv_heads * c.head_dim * getattr(torch, dtype).itemsize
+
+
+def _transformers(engine: Engine, batch: Sequence[Sequence[int]], search: Search) -> tuple[System, str]:
+    """Return transformers in the dtype that answers a batch faster, and its name."""
+    tried: dict[str, tuple[float, System]] = {}
+    for dtype in ("float32", "bfloat16"):
+        system = _Theirs(engine.folder, dtype, engine.model.encoder is not None, search, engine.tokenizer.eos_ids)
+        system(batch[:1])
+        started = time.perf_counter()
+        system(batch)
+        tried[dtype] = time.perf_counter() - started, system
+    best = min(tried, key=lambda dtype: tried[dtype][0])
+    return tried[best][1], best
+
+
+class _Theirs:
+    """``model.generate`` of transformers."""
+
+    def __init__(self, folder: Path, dtype: str, reads_sources: bool, search: Search, ends: Sequence[int]) -> None:
+        import transformers
+
+        kind = transformers.AutoModelForSeq2SeqLM if reads_sources else transformers.AutoModelForCausalLM
+        self.model: Any = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self.reads_sources, self.ends = reads_sources, set(ends)
+        pad = self.model.generation_config.pad_token_id
+        self.pad = int(next(iter(ends)) if pad is None else pad)
+        self.settings: Mapping[str, Any] = {
+            **search._asdict(),
+            "do_sample": False,
+            "eos_token_id": list(ends),
+            "pad_token_id": self.pad,
+        }
+
+    @torch.inference_mode()
+    def __call__(self, batch: Sequence[Sequence[int]]) -> Texts:
+        longest = max(map(len, batch))
+        left = not self.reads_sources
+        padding = [[self.pad] * (longest - len(prompt)) for prompt in batch]
+        ids = [[*pads, *prompt] if left else [*prompt, *pads] for pads, prompt in zip(padding, batch, strict=True)]
+        real = [[0] * len(pads) + [1] * len(prompt) for pads, prompt in zip(padding, batch, strict=True)]
+        mask = torch.tensor(real if left else [row[::-1] for row in real])
+        found = self.model.generate(torch.tensor(ids), attention_mask=mask, **self.settings)
+        return [self._cut(row) for row in found[:, longest if left else 1 :].tolist()]
+
+    def _cut(self, row: Sequence[int]) -> tuple[int, ...]:
+        stop = next((place for place, token in enumerate(row) if token in self.ends or token == self.pad), len(row))
+        return tuple(row[:stop])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,128 @@
+"""Beam search over HTTP: the texts and scores of the engine, streamed as far as no beam can change them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+import vivace
+from tests.serve.conftest import Local, local
+from tests.test_encoder_decoders import SOURCES, make
+from vivace.decode.request import Emitted
+from vivace.engine import Engine
+from vivace.serve.answering import apart
+from vivace.serve.config import ServeConfig
+
+ASKED = {"use_beam_search": True, "length_penalty": 2.0, "early_stopping": "never", "best_of": 4}
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return vivace.load(make(tmp_path_factory.mktemp("t5"), "t5"))
+
+
+@pytest.fixture(scope="module")
+def translating(translator: Engine) -> Iterator[Local]:
+    with local(translator, ServeConfig(served_model_name="t5")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def describing(folder: Path) -> Iterator[tuple[Engine, Local]]:
+    engine = vivace.load(folder / "tiny")
+    with local(engine, ServeConfig(served_model_name="tiny", method="plain")) as running:
+        yield engine, running
+
+
+def found(client: OpenAI, prompt: str, n: int, **asked: Any) -> list[tuple[str, float]]:
+    reply = client.completions.create(model="", prompt=prompt, n=n, max_tokens=12, extra_body=ASKED | asked)
+    return [(choice.text, (choice.model_extra or {})["score"]) for choice in reply.choices]
+
+
+def streamed(client: OpenAI, prompt: str, n: int) -> tuple[list[str], list[str | None]]:
+    texts, reasons = [""] * n, [None] * n
+    chunks = client.completions.create(model="", prompt=prompt, n=n, max_tokens=12, extra_body=ASKED, stream=True)
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    return texts, reasons
+
+
+def expected(engine: Engine, prompt: str, n: int) -> list[tuple[str, float]]:
+    settings: dict[str, Any] = {"num_beams": 4, "num_return_sequences": n, "length_penalty": 2.0}
+    result = engine.generate(prompt, raw=True, early_stopping="never", max_new_tokens=12, **settings)[0]
+    return [(one.text, one.score) for one in (result, *result.alternatives)]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_sources_get_the_engines_texts(translator: Engine, translating: Local, n: int) -> None:
+    client = translating.client()
+    for source in SOURCES:
+        wanted = expected(translator, source, n)
+        assert found(client, source, n) == wanted
+        texts, reasons = streamed(client, source, n)
+        assert texts == [text for text, _ in wanted]
+        assert None not in reasons
+    assert translating.metric("vivace_num_requests_running") == 0
+
+
+def test_a_decoders_texts_and_a_plain_request_beside_them(describing: tuple[Engine, Local]) -> None:
+    engine, running = describing
+    client, prompt = running.client(), "Describe: name[Cotto], food[Indian]"
+    assert found(client, prompt, 2) == expected(engine, prompt, 2)
+    plain = client.completions.create(model="", prompt=prompt, max_tokens=12)
+    assert plain.choices[0].text == engine.generate(prompt, raw=True, max_new_tokens=12, method="plain")[0].text
+    usage = client.completions.create(model="", prompt=prompt, n=2, max_tokens=12, extra_body=ASKED).usage
+    assert usage is not None
+    assert usage.completion_tokens > 12, "both choices are counted"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"use_beam_search": True}, "best_of of at least 2"),
+        ({"length_penalty": 2.0}, "only with use_beam_search"),
+        ({"best_of": 3}, "number of beams"),
+        ({**ASKED, "n": 5}, "at least 5"),
+        ({**ASKED, "logprobs": 1}, "logprobs is about single texts"),
+        ({**ASKED, "temperature": 0.7}, "sampling"),
+        ({**ASKED, "best_of": 65}, "best_of"),
+        ({**ASKED, "method": "lookup"}, "method is about single texts"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    describing: tuple[Engine, Local], fields: dict[str, Any], says: str
+) -> None:
+    reply = describing[1].http().post("/v1/completions", json={"prompt": "a", "max_tokens": 3, **fields})
+    assert reply.status_code == 400
+    assert says in reply.json()["error"]["message"]
+
+
+def test_an_encoder_refuses_what_it_has_no_use_for(translating: Local) -> None:
+    for fields, says in (({"echo": True}, "the source of this one"), ({"method": "lookup"}, "without a source")):
+        reply = translating.http().post("/v1/completions", json={"prompt": "a", "max_tokens": 3, **fields})
+        assert reply.status_code == 400
+        assert says in reply.json()["error"]["message"]
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    assert translating.http().post("/v1/chat/completions", json=chat).status_code == 400
+    assert translating.http().post("/v1/chat/completions", json={**chat, "use_beam_search": True}).status_code == 400
+
+
+def test_choices_share_what_no_beam_can_change(translator: Engine) -> None:
+    """Whatever the steps are, the parts of a choice are its text."""
+    request = translator.request(SOURCES[2], vivace.engine.Options.of({"num_beams": 4, "num_return_sequences": 3}))
+    session = translator.session([request], vivace.engine.Options())
+    session.admit(request)
+    parts: list[tuple[int, ...]] = [()] * 3
+    last: Emitted | None = None
+    for emitted in session.drain():
+        own = apart(emitted, 3, len(parts[0]))
+        parts = [part + one.tokens for part, one in zip(parts, own, strict=True)]
+        last = emitted
+    assert last is not None
+    assert parts == [hypothesis.tokens for hypothesis in last.hypotheses]
