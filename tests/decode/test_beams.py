@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from transformers import NoRepeatNGramLogitsProcessor
 
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
 from vivace.core.cpu.backend import backend_of
 from vivace.core.model import Decoder
-from vivace.core.sampling import Sampling
+from vivace.core.sampling import Sampling, bar_repeats, penalise
 from vivace.core.step import Step
 from vivace.decode.beams import BeamPlan, BeamSearch, Candidate, Hypothesis, largest
 from vivace.decode.distributions import processed
@@ -69,7 +70,7 @@ def forked(model: Decoder, request: Request) -> tuple[Hypothesis, ...]:
         hidden = model.run(model.embed(torch.tensor(last), step), step)
         cache.commit(slots, [[0]] * len(slots))
         logprobs = torch.log_softmax(model.head(hidden), -1)
-        scores = processed(request, [[*request.tokens, *own] for own in search.ids.tolist()], logprobs)
+        scores = processed(request, torch.tensor([[*request.tokens, *own] for own in search.ids.tolist()]), logprobs)
         before = search.ids
         candidates = search.candidates(scores, len(request.stop.end_tokens))
         search.take(candidates, lambda _, token: request.stop.ends_with(token, search.length + 1))
@@ -266,3 +267,18 @@ def test_what_is_certain_is_what_all_texts_have_in_common() -> None:
     assert len(set(search.paths[:, 2].tolist())) == 2
     search.take([Candidate(-1.7, 1, 1), Candidate(-1.8, 1, 2)], lambda *_: False)
     assert search.num_certain(2) == 3, "the beam with 7 has died"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", [1, 2, 3, 40])
+def test_repeats_are_barred_as_transformers_bars_them(size: int, length: int) -> None:
+    texts = torch.randint(0, 4, (9, length), generator=torch.Generator().manual_seed(length))
+    scores = torch.randn(9, 7, generator=torch.Generator().manual_seed(size))
+    expected = NoRepeatNGramLogitsProcessor(size)(texts, scores.clone())
+    one_by_one = scores.clone()
+    for row, text in enumerate(texts.tolist()):
+        penalise(one_by_one[row], Sampling(no_repeat_ngram_size=size), text)
+    bar_repeats(scores, texts, size)
+    assert torch.equal(scores, expected)
+    assert torch.equal(scores, one_by_one)
+    assert length < 40 or bool(scores.isinf().any())

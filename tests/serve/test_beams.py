@@ -17,6 +17,7 @@ from vivace.engine import Engine
 from vivace.serve.answering import apart
 from vivace.serve.config import ServeConfig
 
+NAME = "served"
 ASKED = {"use_beam_search": True, "length_penalty": 2.0, "early_stopping": "never", "best_of": 4}
 
 
@@ -27,25 +28,25 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 @pytest.fixture(scope="module")
 def translating(translator: Engine) -> Iterator[Local]:
-    with local(translator, ServeConfig(served_model_name="t5")) as running:
+    with local(translator, ServeConfig(served_model_name=NAME)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def describing(folder: Path) -> Iterator[tuple[Engine, Local]]:
     engine = vivace.load(folder / "tiny")
-    with local(engine, ServeConfig(served_model_name="tiny", method="plain")) as running:
+    with local(engine, ServeConfig(served_model_name=NAME, method="plain")) as running:
         yield engine, running
 
 
 def found(client: OpenAI, prompt: str, n: int, **asked: Any) -> list[tuple[str, float]]:
-    reply = client.completions.create(model="", prompt=prompt, n=n, max_tokens=12, extra_body=ASKED | asked)
+    reply = client.completions.create(model=NAME, prompt=prompt, n=n, max_tokens=12, extra_body=ASKED | asked)
     return [(choice.text, (choice.model_extra or {})["score"]) for choice in reply.choices]
 
 
 def streamed(client: OpenAI, prompt: str, n: int) -> tuple[list[str], list[str | None]]:
     texts, reasons = [""] * n, [None] * n
-    chunks = client.completions.create(model="", prompt=prompt, n=n, max_tokens=12, extra_body=ASKED, stream=True)
+    chunks = client.completions.create(model=NAME, prompt=prompt, n=n, max_tokens=12, extra_body=ASKED, stream=True)
     for chunk in chunks:
         for choice in chunk.choices:
             texts[choice.index] += choice.text
@@ -75,9 +76,9 @@ def test_a_decoders_texts_and_a_plain_request_beside_them(describing: tuple[Engi
     engine, running = describing
     client, prompt = running.client(), "Describe: name[Cotto], food[Indian]"
     assert found(client, prompt, 2) == expected(engine, prompt, 2)
-    plain = client.completions.create(model="", prompt=prompt, max_tokens=12)
+    plain = client.completions.create(model=NAME, prompt=prompt, max_tokens=12)
     assert plain.choices[0].text == engine.generate(prompt, raw=True, max_new_tokens=12, method="plain")[0].text
-    usage = client.completions.create(model="", prompt=prompt, n=2, max_tokens=12, extra_body=ASKED).usage
+    usage = client.completions.create(model=NAME, prompt=prompt, n=2, max_tokens=12, extra_body=ASKED).usage
     assert usage is not None
     assert usage.completion_tokens > 12, "both choices are counted"
 

@@ -137,6 +137,28 @@ def penalise(logits: Tensor, sampling: Sampling, prefix: Sequence[int]) -> None:
         logits[_followers(prefix, tuple(prefix[len(prefix) - size + 1 :]))] = -math.inf
 
 
+def bar_repeats(scores: Tensor, texts: Tensor, size: int) -> None:
+    """Exclude every token that would repeat an n-gram of its text, in one pass over the windows of all texts.
+
+    transformers counts the n-grams of each text in dictionaries of Python (``NoRepeatNGramLogitsProcessor``); the
+    result is the same (FastSeq, Yan et al. 2021, arXiv:2106.04718, does it in one kernel).
+
+    Args:
+        scores: (n, V) of the next token, changed in place.
+        texts: (n, T) tokens so far.
+        size: n of the n-grams, at least 1.
+    """
+    length = texts.shape[1]
+    if length < size:
+        return
+    is_repeat = torch.ones(len(texts), length - size + 1, dtype=torch.bool, device=texts.device)
+    for place in range(size - 1):  # the windows' tokens at this place, against those at the end of the text
+        last = texts[:, length - size + 1 + place, None]
+        is_repeat &= texts[:, place : place + length - size + 1] == last
+    rows, places = is_repeat.nonzero(as_tuple=True)
+    scores[rows, texts[rows, places + size - 1]] = -math.inf
+
+
 def _followers(prefix: Sequence[int], ending: tuple[int, ...]) -> list[int]:
     """Return the tokens that followed earlier occurrences of ``ending``."""
     if not ending:

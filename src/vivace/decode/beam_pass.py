@@ -49,7 +49,8 @@ def candidates_of(model: Decoder, cache: KVCache, sequences: Sequence[Decoding])
         with blaming(sequence.slot, "its logits processors"):
             scores: Tensor = part
             if request.reads_prefix:
-                scores = processed(request, [[*request.tokens, *own] for own in search.ids.tolist()], part)
+                prompt = search.ids.new_tensor(request.tokens).expand(len(search.ids), -1)
+                scores = processed(request, torch.cat((prompt, search.ids), 1), part)
             found.append(search.candidates(scores, len(request.stop.end_tokens)))
     return found
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 
 import torch
 from torch import Tensor
 
-from vivace.core.sampling import distribution, penalise
+from vivace.core.sampling import bar_repeats, distribution, penalise
 from vivace.core.seams import Draft
 from vivace.decode.isolation import STOPS, blaming
 from vivace.decode.request import Request
@@ -80,34 +80,37 @@ class Distributions:
         return committed + [tokens[r] for r in draft.path(row)]
 
 
-def processed(request: Request, prefixes: Sequence[Sequence[int]], logprobs: Tensor) -> Tensor:
+def processed(request: Request, texts: Tensor, logprobs: Tensor) -> Tensor:
     """Return log p of the next token as a request's processors change it, for beam search.
 
     Args:
         request: whose processors.
-        prefixes: prompt and new tokens of each of n rows.
+        texts: (n, T) prompt and new tokens of each row.
         logprobs: (n, V), which is overwritten.
     """
-    for row, prefix in enumerate(prefixes):
+    sampling = request.sampling
+    for row, text in enumerate(texts.tolist() if request.processors or sampling.repetition_penalty != 1.0 else ()):
         if request.processors:
-            logprobs[row] = _processed(request, prefix, logprobs[row])
-        if request.sampling.reads_prefix:
-            penalise(logprobs[row], request.sampling, prefix)
-        if (token := _forced(request, prefix)) is not None:
+            logprobs[row] = _processed(request, text, logprobs[row])
+        penalise(logprobs[row], sampling, text)
+    if sampling.no_repeat_ngram_size:
+        bar_repeats(logprobs, texts, sampling.no_repeat_ngram_size)
+    for row, text in enumerate(texts):  # all of one length, which is all that is asked of them
+        if (token := _forced(request, text)) is not None:
             logprobs[row] = _only(token, logprobs[row])
-        elif barred := _barred(request, prefix):
+        elif barred := _barred(request, text):
             logprobs[row, list(barred)] = -math.inf
     return logprobs
 
 
-def _barred(request: Request, prefix: Sequence[int]) -> tuple[int, ...]:
+def _barred(request: Request, prefix: Sized) -> tuple[int, ...]:
     """Return what is never written, with the end tokens while the text is shorter than its least length."""
     new = len(prefix) - len(request.tokens)
     ends = tuple(request.stop.end_tokens) if new < request.stop.min_new_tokens else ()
     return (*request.barred, *ends)
 
 
-def _forced(request: Request, prefix: Sequence[int]) -> int | None:
+def _forced(request: Request, prefix: Sized) -> int | None:
     """Return the only token that may come next, None where there is no such token."""
     new = len(prefix) - len(request.tokens)
     if new == request.max_new_tokens - 1 and request.forced_last is not None:
