@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -90,11 +91,12 @@ def measure_beams(
     rows = [BeamRow(OURS, _name(engine.model.dtype))]
     systems: list[System] = [ours]
     for name in peers:
+        system: System
         if name == "transformers":
             system, dtype = _transformers(engine, batches[0], search)
         else:
             converted = CTranslate2(engine.folder, engine.tokenizer, name, num_threads=num_threads)
-            system, dtype = (lambda batch, own=converted: own.answer(batch, search)), KINDS[name]
+            system, dtype = partial(converted.answer, search=search), KINDS[name]
         systems.append(system)
         rows.append(BeamRow(name, dtype))
     for system in systems:
@@ -152,7 +154,7 @@ def _repeated_bytes(engine: Engine, batches: Sequence[Sequence[Sequence[int]]], 
     """Return what transformers keeps of the largest batch's sources: 2 L B b S K D numbers, padded to the longest."""
     c = engine.model.config
     numbers = max(len(batch) * max(map(len, batch)) for batch in batches) * num_beams
-    return 2 * c.num_layers * numbers * c.num_kv_heads * c.head_dim * getattr(torch, dtype).itemsize
+    return int(2 * c.num_layers * numbers * c.num_kv_heads * c.head_dim * getattr(torch, dtype).itemsize)
 
 
 def _transformers(engine: Engine, batch: Sequence[Sequence[int]], search: Search) -> tuple[System, str]:
