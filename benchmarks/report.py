@@ -21,6 +21,8 @@ from benchmarks import (
     ablation,
     adapter_table,
     bars,
+    beam_quality,
+    beam_tables,
     capped,
     captions,
     chat_tables,
@@ -62,6 +64,8 @@ QUALITY = RESULTS / "quality"
 """Files that ``vivace evaluate --json`` wrote."""
 CARD = ROOT / "src" / "vivace" / "weights" / "vivace-14m" / "README.md"
 """Model card of the model that ships."""
+SUMMARISER = CARD.parents[1] / "vivace-2m" / "README.md"
+"""Model card of the encoder-decoder that ships."""
 IMAGES = ROOT / "docs" / "images"
 
 __all__ = ["NONE_YET", "details", "read_results", "summary", "technique", "wanted"]
@@ -162,6 +166,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "peers": prefill_peers.tables(RESULTS / "prefill" / "peers"),
             "server": prompt_beside_streams.tables(RESULTS / "prefill" / "server"),
         },
+        techniques / "beams.md": {"speed": beam_tables.tables(RESULTS / "beams")},
         techniques / "adapters.md": {"speed": adapter_table.tables(RESULTS / "adapters")},
         techniques / "quantized_checkpoints.md": {
             "results": chat_tables.beside_others(read_results(RESULTS / "quantized")),
@@ -178,6 +183,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         },
         docs / "serving.md": {"hostile": hostile_tables.tables(RESULTS / "serving" / "hostile.json")},
         CARD: {"quality": bars.card(QUALITY)},
+        SUMMARISER: {"quality": beam_quality.tables(RESULTS / "beams" / "quality.json")},
     }
     return {path: fill_file(path, blocks) for path, blocks in parts.items()}
 

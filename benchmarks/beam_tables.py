@@ -1,0 +1,46 @@
+"""Tables of beam search beside other engines, of files that ``vivace bench beams --json`` wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks import captions
+from tools.blocks import table
+from vivace.units import format_bytes
+
+HEADER = ("prompts at once", "system", "inputs/s", "tokens/s", "ms a step", "vivace is", "other texts", "sources take")
+
+
+def tables(folder: Path) -> str:
+    """Return a heading and a table for each file of speeds."""
+    parts: list[str] = []
+    for path in sorted(folder.glob("speed-*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        parts += [_heading(path, report), table(HEADER, _rows(report))]
+    return "\n\n".join(parts) if parts else "No result is committed yet."
+
+
+def _heading(path: Path, report: dict[str, Any]) -> str:
+    s = report["setting"]
+    machine = captions.machine(report["provenance"], s["kernels"], s["threads"])
+    return (
+        f"**{s['model']}**, {s['num_beams']} beams, {s['num_prompts']} prompts of {s['mean_prompt_tokens']:.0f} tokens "
+        f"on average, at most {s['max_new_tokens']} new tokens, median of {s['repeats']}: {machine}; "
+        f"`benchmarks/results/beams/{path.name}`."
+    )
+
+
+def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows = []
+    for size, systems in report["batches"].items():
+        ours = systems[0]["inputs_per_s"]
+        for one in systems:
+            speeds = (f"{one[name]:.3g}" for name in ("inputs_per_s", "tokens_per_s", "ms_per_step"))
+            taken = one["cross_cache_bytes"]
+            ratio = f"{ours / one['inputs_per_s']:.2f}x"
+            other = f"{one['num_different']} of {report['setting']['num_prompts']}"
+            cache = format_bytes(taken) if taken else "-"
+            rows.append((size, f"{one['system']}, {one['dtype']}", *speeds, ratio, other, cache))
+    return rows
