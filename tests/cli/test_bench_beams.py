@@ -1,0 +1,54 @@
+"""``vivace bench beams``: the same ids, what is counted, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.test_encoder_decoders import make
+from vivace.cli.app import run
+
+
+def report_of(folder: Path, out: Path, *words: str) -> dict[str, object]:
+    command = ["bench", "beams", "--model", str(folder), "--limit", "3", "--batches", "2", "--max-new-tokens", "6"]
+    assert run([*command, "--longest-prompt", "20", "--repeats", "1", "--json", str(out), *words]) == 0
+    found: dict[str, object] = json.loads(out.read_text())
+    return found
+
+
+def test_both_write_the_same_and_sources_are_counted_once(tmp_path: Path) -> None:
+    report = report_of(make(tmp_path, "t5"), tmp_path / "out.json", "--num-beams", "3", "--peers", "transformers")
+    ours, theirs = report["batches"]["2"]  # type: ignore[index]
+    assert ours["num_tokens"] > 0
+    if theirs["dtype"] == "float32":
+        assert theirs["num_different"] == 0
+        assert theirs["num_tokens"] == ours["num_tokens"]
+    longest = 20
+    assert theirs["cross_cache_bytes"] == 2 * 2 * (2 * longest * 3) * 4 * 8 * (4 if theirs["dtype"] == "float32" else 2)
+    assert ours["inputs_per_s"] > 0
+    assert len(ours["seconds"]) == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ctranslate2") is None, reason="needs the extra ctranslate2")
+def test_ctranslate2_takes_the_same_ids(tmp_path: Path) -> None:
+    report = report_of(make(tmp_path, "t5"), tmp_path / "out.json", "--num-beams", "1", "--peers", "ctranslate2")
+    ours, theirs = report["batches"]["2"]  # type: ignore[index]
+    assert theirs["num_different"] == 0, "greedy texts of the same weights in float32"
+    assert theirs["num_tokens"] == ours["num_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--peers", "fairseq"], "--peers 'fairseq' is none of"),
+        (["--batches", "1,a"], "--batches takes positive numbers"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    assert run(["bench", "beams", "--model", str(make(tmp_path, "t5")), "--limit", "1", *words]) != 0
+    assert says in capsys.readouterr().err
