@@ -48,7 +48,7 @@ def beams(
     sizes = _numbers(batches)
     names = [] if peers == "none" else split_names(peers)
     engine = open_engine(model, ["plain"], load, reads_sources=True)
-    from vivace.cli.beam_speed import measure_beams
+    from vivace.evaluate.beams import measure_beams
     from vivace.evaluate.ctranslate2 import Search
     from vivace.evaluate.provenance import provenance
 

@@ -8,17 +8,19 @@ compared with those of this engine, token by token.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from vivace.engine import Engine
+from vivace.checkpoint.tokenizer import Tokenizer
+from vivace.core.model import Decoder
 from vivace.errors import ConfigError, nearest
+from vivace.evaluate.beam_peers import TransformersBeams
 from vivace.evaluate.ctranslate2 import KINDS, CTranslate2, Search
 
 Texts = list[tuple[int, ...]]
@@ -26,6 +28,22 @@ System = Callable[[Sequence[Sequence[int]]], Texts]
 """Answers a batch of prompts, each given and answered in token ids without an end token."""
 OURS = "vivace"
 PEERS = ("transformers", *KINDS)
+
+
+class Searching(Protocol):
+    """What is measured of an engine."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the checkpoint."""
+        ...
+
+    def generate(self, prompts: Any, **options: Any) -> list[Any]:
+        """Answer prompts."""
+        ...
 
 
 @dataclass
@@ -58,7 +76,7 @@ class BeamRow:
 
 
 def measure_beams(
-    engine: Engine,
+    engine: Searching,
     prompts: Sequence[Sequence[int]],
     search: Search,
     peers: Sequence[str],
@@ -127,7 +145,7 @@ def _count(row: BeamRow, texts: Texts, ours: Texts, batch_size: int) -> None:
 class _Ours:
     """This engine, batch by batch, with what its sources take."""
 
-    def __init__(self, engine: Engine, search: Search) -> None:
+    def __init__(self, engine: Searching, search: Search) -> None:
         self.engine = engine
         self.settings: dict[str, Any] = {
             "num_beams": search.num_beams,
@@ -150,58 +168,26 @@ class _Ours:
         return [tuple(token for token in result.token_ids if token not in ends) for result in results]
 
 
-def _repeated_bytes(engine: Engine, batches: Sequence[Sequence[Sequence[int]]], num_beams: int, dtype: str) -> int:
+def _repeated_bytes(engine: Searching, batches: Sequence[Sequence[Sequence[int]]], num_beams: int, dtype: str) -> int:
     """Return what transformers keeps of the largest batch's sources: 2 L B b S K D numbers, padded to the longest."""
     c = engine.model.config
     numbers = max(len(batch) * max(map(len, batch)) for batch in batches) * num_beams
     return int(2 * c.num_layers * numbers * c.num_kv_heads * c.head_dim * getattr(torch, dtype).itemsize)
 
 
-def _transformers(engine: Engine, batch: Sequence[Sequence[int]], search: Search) -> tuple[System, str]:
+def _transformers(engine: Searching, batch: Sequence[Sequence[int]], search: Search) -> tuple[System, str]:
     """Return transformers in the dtype that answers a batch faster, and its name."""
     tried: dict[str, tuple[float, System]] = {}
     for dtype in ("float32", "bfloat16"):
-        system = _Theirs(engine.folder, dtype, engine.model.encoder is not None, search, engine.tokenizer.eos_ids)
+        system = TransformersBeams(
+            engine.folder, dtype, engine.model.encoder is not None, search, engine.tokenizer.eos_ids
+        )
         system(batch[:1])
         started = time.perf_counter()
         system(batch)
         tried[dtype] = time.perf_counter() - started, system
     best = min(tried, key=lambda dtype: tried[dtype][0])
     return tried[best][1], best
-
-
-class _Theirs:
-    """``model.generate`` of transformers."""
-
-    def __init__(self, folder: Path, dtype: str, reads_sources: bool, search: Search, ends: Sequence[int]) -> None:
-        import transformers
-
-        kind = transformers.AutoModelForSeq2SeqLM if reads_sources else transformers.AutoModelForCausalLM
-        self.model: Any = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-        self.reads_sources, self.ends = reads_sources, set(ends)
-        pad = self.model.generation_config.pad_token_id
-        self.pad = int(next(iter(ends)) if pad is None else pad)
-        self.settings: Mapping[str, Any] = {
-            **search._asdict(),
-            "do_sample": False,
-            "eos_token_id": list(ends),
-            "pad_token_id": self.pad,
-        }
-
-    @torch.inference_mode()
-    def __call__(self, batch: Sequence[Sequence[int]]) -> Texts:
-        longest = max(map(len, batch))
-        left = not self.reads_sources
-        padding = [[self.pad] * (longest - len(prompt)) for prompt in batch]
-        ids = [[*pads, *prompt] if left else [*prompt, *pads] for pads, prompt in zip(padding, batch, strict=True)]
-        real = [[0] * len(pads) + [1] * len(prompt) for pads, prompt in zip(padding, batch, strict=True)]
-        mask = torch.tensor(real if left else [row[::-1] for row in real])
-        found = self.model.generate(torch.tensor(ids), attention_mask=mask, **self.settings)
-        return [self._cut(row) for row in found[:, longest if left else 1 :].tolist()]
-
-    def _cut(self, row: Sequence[int]) -> tuple[int, ...]:
-        stop = next((place for place, token in enumerate(row) if token in self.ends or token == self.pad), len(row))
-        return tuple(row[:stop])
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,0 +1,47 @@
+"""Beam search of transformers, as the benchmark of beams runs it: the same ids and settings, prompts padded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vivace.evaluate.ctranslate2 import Search
+
+
+class TransformersBeams:
+    """``model.generate`` of transformers."""
+
+    def __init__(self, folder: Path, dtype: str, reads_sources: bool, search: Search, ends: Sequence[int]) -> None:
+        """Load a checkpoint in a dtype; ``reads_sources`` says that it has an encoder, ``ends`` its end tokens."""
+        import transformers
+
+        kind = transformers.AutoModelForSeq2SeqLM if reads_sources else transformers.AutoModelForCausalLM
+        self.model: Any = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self.reads_sources, self.ends = reads_sources, set(ends)
+        pad = self.model.generation_config.pad_token_id
+        self.pad = int(next(iter(ends)) if pad is None else pad)
+        self.settings: Mapping[str, Any] = {
+            **search._asdict(),
+            "do_sample": False,
+            "eos_token_id": list(ends),
+            "pad_token_id": self.pad,
+        }
+
+    @torch.inference_mode()
+    def __call__(self, batch: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+        """Return the best text of each prompt, end token excluded."""
+        longest = max(map(len, batch))
+        left = not self.reads_sources
+        padding = [[self.pad] * (longest - len(prompt)) for prompt in batch]
+        ids = [[*pads, *prompt] if left else [*prompt, *pads] for pads, prompt in zip(padding, batch, strict=True)]
+        real = [[0] * len(pads) + [1] * len(prompt) for pads, prompt in zip(padding, batch, strict=True)]
+        mask = torch.tensor(real if left else [row[::-1] for row in real])
+        found = self.model.generate(torch.tensor(ids), attention_mask=mask, **self.settings)
+        return [self._cut(row) for row in found[:, longest if left else 1 :].tolist()]
+
+    def _cut(self, row: Sequence[int]) -> tuple[int, ...]:
+        stop = next((place for place, token in enumerate(row) if token in self.ends or token == self.pad), len(row))
+        return tuple(row[:stop])
