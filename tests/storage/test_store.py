@@ -180,7 +180,7 @@ def test_a_flipped_bit(store: Store) -> None:
 
 @pytest.mark.parametrize(
     ("change", "error"),
-    [({"format": 4}, MismatchError), ({"layout": "rows"}, CorruptError), ({"bundles": [{"name": "x"}]}, CorruptError)],
+    [({"format": 5}, MismatchError), ({"layout": "rows"}, CorruptError), ({"bundles": [{"name": "x"}]}, CorruptError)],
 )
 def test_a_strange_index(store: Store, change: dict[str, Any], error: type[Exception]) -> None:
     index = json.loads((store.folder / INDEX).read_text())
