@@ -18,7 +18,7 @@ from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.share import share_module
 from vivace.core.cpu.backend import backend_of
 from vivace.core.cpu.span import NativeSpan
-from vivace.core.model import Decoder
+from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.kernels.choice import choose
 
@@ -144,6 +144,7 @@ def test_a_span_has_the_bits_of_its_layers(pair: Pair, dtype: torch.dtype) -> No
     joined, apart = model.run(h, step), h
     assert model.backend.span.covers(step)
     for layer in model.layers:
+        assert isinstance(layer, Layer)
         apart = layer(apart, step)
     assert torch.isfinite(joined.float()).all()
     assert torch.equal(joined, apart)

@@ -45,7 +45,8 @@ def found(client: OpenAI, prompt: str, n: int, **asked: Any) -> list[tuple[str, 
 
 
 def streamed(client: OpenAI, prompt: str, n: int) -> tuple[list[str], list[str | None]]:
-    texts, reasons = [""] * n, [None] * n
+    texts = [""] * n
+    reasons: list[str | None] = [None] * n
     chunks = client.completions.create(model=NAME, prompt=prompt, n=n, max_tokens=12, extra_body=ASKED, stream=True)
     for chunk in chunks:
         for choice in chunk.choices:
@@ -54,10 +55,10 @@ def streamed(client: OpenAI, prompt: str, n: int) -> tuple[list[str], list[str |
     return texts, reasons
 
 
-def expected(engine: Engine, prompt: str, n: int) -> list[tuple[str, float]]:
+def expected(engine: Engine, prompt: str, n: int) -> list[tuple[str, float | None]]:
     settings: dict[str, Any] = {"num_beams": 4, "num_return_sequences": n, "length_penalty": 2.0}
     result = engine.generate(prompt, raw=True, early_stopping="never", max_new_tokens=12, **settings)[0]
-    return [(one.text, one.score) for one in (result, *result.alternatives)]
+    return [(result.text, result.score), *((one.text, one.score) for one in result.alternatives)]
 
 
 @pytest.mark.parametrize("n", [1, 3])
