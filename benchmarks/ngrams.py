@@ -1,0 +1,69 @@
+"""Barring repeated n-grams in one pass, beside transformers: ``python -m benchmarks.ngrams --json OUT``.
+
+Both take turns on the same texts; the logits of a vocabulary of 50,265 tokens are copied before the clock starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+from transformers import NoRepeatNGramLogitsProcessor
+
+from vivace.core.sampling import bar_repeats
+from vivace.evaluate.provenance import provenance
+from vivace.files import write_text
+
+ROWS, LENGTH, VOCAB, SIZE = 64, 500, 50265, 3
+
+
+def ours(texts: Tensor, scores: Tensor) -> Tensor:
+    """Bar them in place."""
+    bar_repeats(scores, texts, SIZE)
+    return scores
+
+
+def seconds(work: Callable[[Tensor, Tensor], Tensor], texts: Tensor, scores: Tensor) -> float:
+    """Return how long one call takes."""
+    copied = scores.clone()
+    started = time.perf_counter()
+    work(texts, copied)
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(0, 300, (ROWS, LENGTH), generator=generator)
+    scores = torch.randn(ROWS, VOCAB, generator=generator)
+    theirs = NoRepeatNGramLogitsProcessor(SIZE)
+    assert torch.equal(theirs(texts, scores.clone()), ours(texts, scores.clone()))
+    taken: dict[str, list[float]] = {"vivace": [], "transformers": []}
+    for _ in range(15):
+        taken["vivace"].append(seconds(ours, texts, scores))
+        taken["transformers"].append(seconds(theirs, texts, scores))
+    found = {name: median(times) for name, times in taken.items()}
+    setting = {"rows": ROWS, "length": LENGTH, "vocab": VOCAB, "ngram": SIZE, "repeats": 15}
+    ratio = found["transformers"] / found["vivace"]
+    report = {
+        "provenance": asdict(provenance(torch.device("cpu"))),
+        "setting": setting,
+        "seconds": found,
+        "ratio": ratio,
+    }
+    write_text(given.json, json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
