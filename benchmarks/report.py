@@ -30,6 +30,7 @@ from benchmarks import (
     family_tables,
     first_token_tables,
     flash_tables,
+    guard_table,
     hostile_tables,
     parallel_tables,
     pass_tables,
@@ -167,7 +168,12 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "server": prompt_beside_streams.tables(RESULTS / "prefill" / "server"),
         },
         techniques / "beams.md": {"speed": beam_tables.tables(RESULTS / "beams")},
-        techniques / "adapters.md": {"speed": adapter_table.tables(RESULTS / "adapters")},
+        techniques / "adapters.md": {
+            "speed": adapter_table.tables(RESULTS / "adapters"),
+            "swaps": guard_table.swaps(RESULTS / "guard"),
+        },
+        techniques / "guard.md": {"results": guard_table.guards(RESULTS / "guard")},
+        techniques / "prompt_pool.md": {"results": guard_table.pilots(RESULTS / "guard")},
         techniques / "quantized_checkpoints.md": {
             "results": chat_tables.beside_others(read_results(RESULTS / "quantized")),
         },

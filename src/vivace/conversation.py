@@ -90,7 +90,7 @@ class Conversation:
                 "nothing was cut or sent: start over, or say less"
             )
         request = self.engine.request_for(tokens, self.options)
-        request = replace(request, prefix=self.engine.prefix(self._prefix))
+        request = replace(request, prefix=self.engine.prefix(self._prefix, lead=request.lead))
         for chunk in self.engine.answer(request, self.options):
             if chunk.result is not None:
                 written = chunk.result.token_ids

@@ -60,6 +60,10 @@ class Options:
     method: str = "auto"
     adapter: str | Sequence[str | None] | None = None
     """Name of the LoRA that the model wears for this call, or one for each prompt, with None for the model as it is."""
+    soft_prompt: str = "auto"
+    """With a pool of soft prompts: the name of the one in front of the text, "none", or "auto", which takes the one
+    that the prompt reads most in the first layer.
+    """
     raw: bool = False
     """Whether to use the prompt as it is, without the chat template."""
     logprobs: bool = False

@@ -29,6 +29,8 @@ class FakeStats:
     early_exit_share: float | None = None
     prefill: str = "full"
     prefill_reason: str | None = None
+    prompt_pool: str | None = None
+    guard: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:

@@ -230,6 +230,25 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         USAGE,
         "method skipdecode skips layers of its own and cannot ride along with prefill lazy",
     ),
+    "a guard that is not there": ((*GENERATE, "--guard", "none"), FAILED, "there is no guard none"),
+    "a guard without rules": ((*GENERATE, "--guard", "rows.jsonl"), FAILED, "rows.jsonl is not readable JSON"),
+    "material without a template": (
+        (*GENERATE, "--raw", "--untrusted", "rows.jsonl"),
+        USAGE,
+        "--untrusted needs the chat template",
+    ),
+    "a pool that is not there": (
+        (*GENERATE, "--prompt-pool", "none"),
+        FAILED,
+        "there is no pool of soft prompts none",
+    ),
+    "a soft prompt without a pool": ((*GENERATE, "--soft-prompt", "a"), USAGE, "there is no pool; give prompt_pool"),
+    "a guard that learns nothing": (("train", "guard", "--model", "tiny"), USAGE, "say what to learn from"),
+    "drafts over a LoRA that is none": (
+        ("train", "multirate", "--model", "tiny", "--adapter", "tiny", "--data", "rows.jsonl"),
+        FAILED,
+        "there is no LoRA in tiny",
+    ),
     "a prompt cache that is a file": (
         (*GENERATE, "--prompt-cache", "rows.jsonl"),
         USAGE,

@@ -43,6 +43,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "balanced": whole.balanced,
     "sparse": whole.sparse,
     "lora": weights.lora,
+    "prompts": weights.soft_prompt,
     "palette": weights.palette,
 }
 

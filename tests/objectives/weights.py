@@ -7,12 +7,14 @@ from copy import deepcopy
 import torch
 
 from tests.objectives.case import BATCH, COUNT, Case, disturbed, frozen, head
-from tests.objectives.naive import predicting, residuals_of
+from tests.objectives.naive import cross_entropy, predicting, residuals_of
 from tests.objectives.rivals import RIVAL, rival_loss
 from tests.objectives.whole import next_token, top_of
+from vivace.adapters.pool.training import SoftPrompt, SoftPromptObjective
 from vivace.adapters.training import LoraObjective, LoraWeights
 from vivace.core.low_rank import PROJECTIONS, site_shapes
 from vivace.core.model import Decoder
+from vivace.core.step import Step
 from vivace.kernels.coded import PaletteCodes
 from vivace.palette.rounding import round_matrix
 from vivace.palette.statistics import matrices
@@ -30,6 +32,23 @@ def lora() -> Case:
         return next_token(changed, top_of(changed))
 
     return Case(model, LoraObjective(model, weights, rows=5), oracle)
+
+
+def soft_prompt() -> Case:
+    """Embeddings in front of every text, which are not scored themselves."""
+    model = frozen()
+    rows = disturbed(SoftPrompt(torch.zeros(3, model.config.width)), 0.5)
+
+    def oracle() -> float:
+        losses = []
+        for t, at, token in predicting(BATCH):
+            text = BATCH.tokens[t]
+            h = torch.cat((rows.embeddings, model.embed(text, Step.dense(1, len(text)))))
+            top = model.run(h, Step.dense(1, len(h)))
+            losses.append(cross_entropy(head(model, top[len(rows.embeddings) + at]), token))
+        return float(sum(losses) / len(losses))
+
+    return Case(model, SoftPromptObjective(model, rows, rows=5), oracle)
 
 
 def merged(model: Decoder, weights: LoraWeights) -> Decoder:

@@ -15,17 +15,18 @@ from torch import Tensor
 
 import vivace
 from tests.adapters.loras import make_lora
-from tests.tiny_checkpoints import make_checkpoint
+from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace.adapters.lora import table_of
 from vivace.adapters.training import LoraObjective, LoraWeights
 from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.peft import load_lora
 from vivace.core.low_rank import site_shapes
 from vivace.engine import Engine
-from vivace.errors import ConfigError, MismatchError
+from vivace.errors import ConfigError, MismatchError, NotFoundError
 from vivace.prompts import Prompt
 from vivace.recipes.kinds import recipe_named, recipe_of
 from vivace.recipes.lora import LoraRecipe
+from vivace.recipes.over_lora import check_over_lora, wear
 from vivace.recipes.trainer import train_beside
 from vivace.train.config import LoopConfig
 from vivace.train.optim import OptimiserConfig
@@ -176,3 +177,40 @@ def test_recipes_that_do_not_fit(
     first = make_lora(tmp_path / "recovery", checkpoint, rank=3)
     with pytest.raises(ConfigError, match=says):
         train(checkpoint, tmp_path / "x", LoraRecipe(**{**vars(RECIPE), **change(first)}))
+
+
+def test_drafts_are_trained_over_a_lora_and_taken_with_it(checkpoint: Path, tmp_path: Path) -> None:
+    """The objective sees the adapted model; requests that wear the LoRA, and no others, are drafted for with them."""
+    lora = make_lora(tmp_path / "sql", checkpoint, rank=3, size=0.05)
+    engine = vivace.load(checkpoint, kernels="torch", dtype="float32")
+    tokens = [[1, 2, 3, 4, 5, 6, 7, 8]]
+    plain = engine.logits(tokens)
+    adapted = vivace.load(checkpoint, kernels="torch", dtype="float32", adapters={"sql": lora}).logits(
+        tokens, adapter="sql"
+    )
+    wear(engine, lora)
+    assert torch.allclose(engine.logits(tokens), adapted, atol=1e-4)
+    assert not torch.allclose(engine.logits(tokens), plain, atol=1e-2)
+    make_adapter(lora / "drafting" / "multirate", checkpoint)
+    opened = vivace.load(
+        checkpoint, dtype="bfloat16", adapters={"sql": lora, "other": make_lora(tmp_path / "o", checkpoint)}
+    )
+    assert opened.methods_of("other") is opened.methods_of(None) is opened.methods
+    assert "multirate" in opened.methods_of("sql").runnable()
+    assert "multirate" not in opened.methods.runnable()
+    settings = {"max_new_tokens": 12, "ignore_eos": True, "adapter": "sql"}
+    [drafted] = opened.generate("abc", method="multirate", **settings)
+    [want] = opened.generate("abc", method="plain", **settings)
+    assert drafted.token_ids == want.token_ids
+    assert drafted.stats.num_draft_tokens > 0
+
+
+def test_what_cannot_be_trained_over_a_lora_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    lora, found = make_lora(tmp_path / "sql", checkpoint), recipe_of(recipe_named("multirate"))
+    check_over_lora(found, lora, has_data=True)
+    with pytest.raises(ConfigError, match="trained on --data as it is"):
+        check_over_lora(found, lora, has_data=False)
+    with pytest.raises(ConfigError, match="a method that drafts"):
+        check_over_lora(recipe_of(recipe_named("lora")), lora, has_data=True)
+    with pytest.raises(NotFoundError, match="there is no LoRA"):
+        check_over_lora(found, tmp_path, has_data=True)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
+from torch import Tensor, nn
 
 from vivace.checkpoint.families import family_of
 from vivace.checkpoint.load import read_config
 from vivace.checkpoint.lora_config import CONFIG
 from vivace.checkpoint.peft import TENSORS, ModuleTable, base_of, load_lora
-from vivace.core.low_rank import FixedFactors
-from vivace.core.model import Decoder
+from vivace.core.layers import FeedForward, Linear
+from vivace.core.low_rank import FixedFactors, Site
+from vivace.core.model import Decoder, Layer
 from vivace.errors import MismatchError, NotFoundError, UnsupportedError
 
 RECOVERY = "recovery"
@@ -32,6 +37,10 @@ def recovery_of(base: Path) -> Path | None:
             f"elsewhere and name it (--adapter {RECOVERY}=DIR --use {RECOVERY})"
         )
     return folder
+
+
+DRAFTING = "drafting"
+"""Folder of draft weights inside that of a LoRA, one for each method."""
 
 
 def table_of(base: Path, model: Decoder) -> ModuleTable:
@@ -70,6 +79,50 @@ def lora_factors(folder: Path, table: ModuleTable, model: Decoder, base: str) ->
         for site, (down, up) in read.factors.items()
     }
     return FixedFactors(cast), read.base
+
+
+def draft_weights_of(folder: Path) -> list[Path]:
+    """Return the folders of draft weights that were trained over a LoRA, which lie beside its files."""
+    place = folder / DRAFTING
+    return sorted(each for each in place.iterdir() if each.is_dir()) if place.is_dir() else []
+
+
+def merge_into(model: Decoder, factors: Mapping[Site, tuple[Tensor, Tensor]]) -> None:
+    """Add a LoRA to a model's own matrices, for training beside it; the model is then the adapted one for good.
+
+    Args:
+        model: a decoder whose matrices are in memory as they were trained.
+        factors: down (rank, in) and up (out, rank) of each site, the scale folded in.
+
+    Raises:
+        UnsupportedError: a matrix is packed, quantized, or read from a disk.
+    """
+    c = model.config
+    query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    above = {"k": query, "v": query + key, "up": c.ffn_width if c.gated else 0}
+    for (number, site), (down, up) in factors.items():
+        layer = model.layers[number]
+        assert isinstance(layer, Layer)
+        matrix: nn.Module = layer.o if site == "o" else layer.qkv
+        if site in ("gate", "up", "down"):
+            assert isinstance(layer.feed_forward, FeedForward)
+            matrix = layer.feed_forward.down if site == "down" else layer.feed_forward.up
+        if type(matrix) is not Linear:
+            raise UnsupportedError("drafts over a LoRA are trained on weights as they are stored; load them with torch")
+        first = above.get(site, 0)
+        with torch.no_grad():
+            weight = matrix.weight.detach().clone()  # a loaded weight is a view of the file
+            weight[first : first + len(up)] += (up.float() @ down.float()).to(weight)
+            matrix.weight.data = weight
+
+
+def stamp_of(folder: Path) -> tuple[tuple[int, int, int], ...] | None:
+    """Return size, time and inode of a LoRA's two files, which change when the files do; None where one is missing."""
+    try:
+        stats = [(folder / name).stat() for name in (CONFIG, TENSORS)]
+    except OSError:
+        return None
+    return tuple((each.st_size, each.st_mtime_ns, each.st_ino) for each in stats)
 
 
 def version_of(folder: Path) -> str:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from vivace.adapters.lora import lora_factors, table_of, version_of
+from vivace.adapters.lora import lora_factors, stamp_of, table_of, version_of
 from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.peft import ModuleTable
 from vivace.core.low_rank import DeltaBank, FixedFactors, LowRankDeltas
@@ -65,6 +65,8 @@ class Known:
     """What it takes in memory."""
     base: str | None
     """Hash of the base as its file has it; None where only names and shapes were compared."""
+    stamp: tuple[tuple[int, int, int], ...] | None
+    """Size, time and inode of its files when their hash was taken."""
     factors: FixedFactors | None = None
     """None while it is not resident."""
     loading: Future[FixedFactors] | None = None
@@ -230,8 +232,9 @@ class Registry:
         with self._lock:
             if name in self._known:
                 raise ConfigError(f"the name {name!r} is taken by {self._known[name].folder}; give another name")
+        stamp = stamp_of(place)
         factors, base = lora_factors(place, self._table, self._model, self._hash)
-        known = Known(name, place, version_of(place), self._laid_out(factors), base)
+        known = Known(name, place, version_of(place), self._laid_out(factors), base, stamp)
         with self._lock:
             self._make_room(known)
             self._hold(known, factors)
@@ -369,8 +372,8 @@ class Registry:
         return known.factors
 
     def _read(self, known: Known) -> FixedFactors:
-        """Read the factors of an adapter again, and lay them out."""
-        if version_of(known.folder) != known.version:
+        """Read the factors of an adapter again, and lay them out; they are hashed only if their stamps differ."""
+        if stamp_of(known.folder) != known.stamp and version_of(known.folder) != known.version:
             raise MismatchError(f"{known.folder} was changed while it was in use; unload it and load it again")
         factors, _ = lora_factors(known.folder, self._table, self._model, self._hash)
         self._laid_out(factors)

@@ -27,6 +27,7 @@ def chat(
     method: options.Method = "auto",
     load: options.LoadFlags,
     use: options.Use = None,
+    soft_prompt: options.SoftPrompt = None,
     guard: options.Guard = None,
     store: options.StoreFlags,
     cache: options.PromptCacheFlags,
@@ -39,7 +40,12 @@ def chat(
 
     engine = open_engine(model, [method], load, store, cache, use=use, guard=guard)
     settings = options.given(
-        max_new_tokens=max_new_tokens, method=method, adapter=use, **vars(reading), **vars(sampling)
+        max_new_tokens=max_new_tokens,
+        method=method,
+        adapter=use,
+        soft_prompt=soft_prompt,
+        **vars(reading),
+        **vars(sampling),
     )
     conversation = Conversation(engine, system=system or None, **settings)
     console.note(HELP)

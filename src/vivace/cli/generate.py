@@ -38,6 +38,7 @@ def generate(
     quality: options.Quality = None,
     load: options.LoadFlags,
     use: options.Use = None,
+    soft_prompt: options.SoftPrompt = None,
     guard: options.Guard = None,
     untrusted: options.Untrusted = None,
     store: options.StoreFlags,
@@ -63,6 +64,7 @@ def generate(
         max_new_tokens=max_new_tokens,
         method=method,
         adapter=use,
+        soft_prompt=soft_prompt,
         quality=quality,
         raw=raw,
         exact=exact or None,
@@ -165,6 +167,8 @@ def summary(result: Result) -> str:
         line += f", prefill {stats.prefill} (lossy): of {stats.num_prompt_tokens} prompt tokens {left or 'all'}"
     elif stats.prefill_reason:
         line += f", prefill full: {stats.prefill_reason}"
+    if stats.prompt_pool is not None:
+        line += f", soft prompt {stats.prompt_pool}"
     if stats.guard:
         line += f", guard: {', '.join(stats.guard)}"
     if stats.early_exit_share is not None:

@@ -78,6 +78,7 @@ def open_engine(
         prompt_cache_bytes=cache.prompt_cache_bytes,
         ignore_config_keys=load.ignore_config_key or (),
         guard=guard,
+        prompt_pool=load.prompt_pool,
         parallel=ranks.parallel,
         wire=ranks.wire,
         link_interface=ranks.link_interface,

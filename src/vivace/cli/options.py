@@ -101,6 +101,24 @@ Memory = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+PromptPool = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompt-pool",
+        help="Folder of soft prompts, of which each prompt gets one (`vivace train prompts`).",
+        metavar="DIR",
+        rich_help_panel=_MODEL,
+    ),
+]
+SoftPrompt = Annotated[
+    str | None,
+    typer.Option(
+        "--soft-prompt",
+        help="The one of them that all prompts get, or none; left out: what the first layer chooses.",
+        metavar="NAME",
+        rich_help_panel=_MODEL,
+    ),
+]
 Guard = Annotated[
     Path | None,
     typer.Option(
@@ -282,6 +300,7 @@ class LoadFlags:
     recovery: Recovery = True
     ignore_config_key: IgnoreConfigKey = None
     kv: KeyValues = "same"
+    prompt_pool: PromptPool = None
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,13 @@ def train(
         float | None, typer.Option(help="Minutes for everything; without, the recipe's.", metavar="N")
     ] = None,
     model: options.Model = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            help="LoRA over which a method's weights are trained; without --out they lie in it and are taken with it.",
+            metavar="[NAME=]DIR",
+        ),
+    ] = None,
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
     memory: options.Memory = None,
@@ -56,6 +63,7 @@ def train(
     from vivace.recipes.frozen import FrozenRecipe
     from vivace.recipes.kinds import recipe_named, recipe_of
     from vivace.recipes.own_text import with_text, within
+    from vivace.recipes.prompts import PromptsRecipe, train_pool
     from vivace.recipes.reading import override
     from vivace.recipes.seq2seq import Seq2SeqRecipe
     from vivace.recipes.trainer import train_beside
@@ -82,6 +90,12 @@ def train(
         return
     values = override(recipe_named(recipe), changes or [])
     found = recipe_of(values)
+    if adapter is not None:
+        from vivace.recipes.over_lora import check_over_lora
+
+        worn = Path(adapter.rpartition("=")[2])
+        check_over_lora(found, worn, has_data=bool(data))
+        out = out or worn / "drafting" / str(values["kind"])
     if isinstance(found, (WholeRecipe, Seq2SeqRecipe)):
         if out is None:
             raise ConfigError("say where the result goes: --out DIR")
@@ -103,15 +117,25 @@ def train(
             raise ConfigError("only a store learns within --memory; leave it out, or: vivace convert OUT --store")
         found = recipe_of(within(with_text(values, has_data=bool(data)), minutes))
         assert isinstance(found, FrozenRecipe)
-        if out is None and found.kind == "lora":
-            raise ConfigError("say where the LoRA goes: --out DIR; the name of the folder is what requests call it")
+        if out is None and found.kind in ("lora", "prompts"):
+            what = "LoRA goes: --out DIR; the name of the folder is what requests call it"
+            raise ConfigError(f"say where the {what if found.kind == 'lora' else 'soft prompts go: --out DIR'}")
         out = out or _place_of(model, found.folder)
         prompts = _rows(data or [])
         load = options.LoadFlags(
             device=device, dtype=dtype, kernels="torch", ignore_config_key=ignore_config_key, recovery=False
         )
         engine = open_engine(model, (), load, options.StoreFlags(memory, reader))
-        runs = train_beside(found, engine, prompts, out, _report(tensorboard))
+        if adapter is not None:
+            from vivace.recipes.over_lora import wear
+
+            wear(engine, worn)
+        if isinstance(found, PromptsRecipe):
+            names = train_pool(found, engine, prompts, out, _report(tensorboard))
+            if as_json:
+                console.json({"out": str(out), "members": names})
+            return
+        runs = train_beside(found, engine, prompts, out, _report(tensorboard), is_timed=adapter is None)
         if runs and not as_json:
             print_runs(runs)
         outcome = {"out": str(out), "runs": [asdict(run) for run in runs]}

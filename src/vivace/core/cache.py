@@ -117,6 +117,7 @@ class KVCache:
         self.has_pruned = False
         self.leads = [0] * num_slots
         """Number of entries in front of each slot's text that belong to no token (``begin_with``)."""
+        self._lead_versions = [""] * num_slots
         self.beside: KVCache | None = None
         """Entries of the sources that the slots' texts have, where the model reads sources."""
         self.adapters = SlotAdapters()
@@ -260,7 +261,7 @@ class KVCache:
         self.lengths[slot] = 0
         self._writable[slot] = 0, 0
 
-    def begin_with(self, slot: int, count: int, blocks: Blocks) -> None:
+    def begin_with(self, slot: int, count: int, blocks: Blocks, version: str) -> None:
         """Let an empty slot begin with entries that belong to no token, such as those of a soft prompt.
 
         Its text is stored behind them: entry e of the text is entry e plus their number, in every layer. Whoever
@@ -271,11 +272,18 @@ class KVCache:
             slot: which has nothing yet.
             count: number of the entries.
             blocks: in which they lie, as ``lend`` gives them.
+            version: what they are known by.
         """
         assert self.lengths[slot] == self.leads[slot] == 0, "a lead stands in front of everything else"
         self.adopt(slot, 0, count, blocks)
         self.prune(slot, [-count] * len(self.pruned))
-        self.leads[slot] = count
+        self.leads[slot], self._lead_versions[slot] = count, version
+
+    def version(self, slot: int) -> str:
+        """Return what tells the entries of a slot's text from those of the same text in others: its adapter, and what
+        stands in front of it; empty for neither.
+        """
+        return self.adapters.version(slot) + self._lead_versions[slot]
 
     def prune(self, slot: int, pruned: Sequence[int]) -> None:
         """Say how many prompt tokens of a slot each layer has no entries of.
@@ -419,7 +427,7 @@ class KVCache:
 
     def _copy(self, source: int, target: int, length: int) -> None:
         """Give an empty slot copies of all entries of another one."""
-        self.leads[target] = self.leads[source]
+        self.leads[target], self._lead_versions[target] = self.leads[source], self._lead_versions[source]
         self.extend([target], [length])
         count = length + self.leads[source]
         for table in self.tables:
@@ -432,6 +440,7 @@ class KVCache:
             for table in self.tables:
                 table.clear(slot)
             self.lengths[slot] = self.prompts[slot] = self.leads[slot] = 0
+            self._lead_versions[slot] = ""
             self._writable[slot] = 0, 0
             self.pending[slot] = PendingKV()
             self.adapters.give(slot, None)

@@ -59,7 +59,7 @@ class Root(NamedTuple):
     row_count: int
     """What the rows of a call were padded to: in ``exact`` mode bits may be others."""
     adapter: str
-    """Version of the adapter that the rows carry; empty for none."""
+    """Version of the adapter that the rows carry, and of the soft prompt in front of the text; empty for neither."""
 
 
 class Place(NamedTuple):
@@ -317,7 +317,7 @@ class PrefixCache:
 
     def _root(self, slot: int, cache: KVCache, owner: bytes, salt: str) -> Root:
         lengths = tuple(rope.length_class(cache.prompts[slot]) for rope in self._ropes)  # not of what is stored of it
-        return Root(owner, salt, lengths, cache.row_count, cache.adapters.version(slot))
+        return Root(owner, salt, lengths, cache.row_count, cache.version(slot))
 
     def _spans(self, tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Return (start, stop) of every stretch of a text."""

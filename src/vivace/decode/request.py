@@ -75,8 +75,10 @@ class StopRule:
 class Lead(Protocol):
     """Entries in front of a text that belong to no token: a soft prompt."""
 
-    name: str
-    """What it is called in statistics."""
+    @property
+    def name(self) -> str:
+        """Return what it is called in statistics."""
+        ...
 
     @property
     def count(self) -> int:

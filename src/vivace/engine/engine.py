@@ -12,6 +12,8 @@ from torch import Tensor
 
 from vivace.adapters.guard.guard import Guard, guarded
 from vivace.adapters.guard.untrusted import with_material
+from vivace.adapters.lora import draft_weights_of
+from vivace.adapters.pool.pool import AUTO, PromptPool, behind
 from vivace.adapters.registry import Registry
 from vivace.answer import Answer, Chunk, Result
 from vivace.checkpoint.codes import note_on
@@ -22,11 +24,11 @@ from vivace.core.sampling import Sampling
 from vivace.core.seams import Prefix
 from vivace.core.step import Step
 from vivace.decode.prefix import PrefixCache
-from vivace.decode.request import Request, StopRule
+from vivace.decode.request import Lead, Request, StopRule
 from vivace.decode.session import Session
 from vivace.errors import CapacityError, ConfigError, UnsupportedError
 from vivace.kernels.choice import KernelChoice
-from vivace.methods.composition import Methods
+from vivace.methods.composition import Methods, adapters_by_method
 from vivace.methods.table import check_method
 from vivace.options import Options
 from vivace.parallel.world import World
@@ -71,6 +73,8 @@ class Engine:
         """Counts the memory of weights and drafters, and what is promised to texts."""
         self.adapters = Registry(model, methods.folder, methods.memory)
         """LoRAs that calls may name."""
+        self._methods_of: dict[str, Methods] = {}
+        """Drafters for texts with a LoRA, by its version."""
         self.prefills = Prefills(model, methods.folder)
         """Ways to read prompts, by their settings."""
         self.prefix_cache: PrefixCache | None = None
@@ -79,6 +83,8 @@ class Engine:
         """The same on disk, shared with later processes."""
         self.guard: Guard | None = None
         """What judges prompts and answers; None for nothing."""
+        self.prompt_pool: PromptPool | None = None
+        """Soft prompts, of which each request gets one; None for none."""
         self.world: World | None = None
         """The ranks that compute this model together; None for a model on one machine."""
         self.ignored_config_keys: tuple[str, ...] = ()
@@ -151,10 +157,37 @@ class Engine:
         self.prompt_cache = PromptCache(self.model, path, facts, max_bytes=limit, is_read_only=is_read_only)
         self.memory.may_evict(self.prompt_cache)
 
-    def prefix(self, memory: PrefixCache | None, salt: str | None = None, owner: bytes = b"") -> Prefix | None:
-        """Return the kept texts that requests of an owner with a salt see: those in memory, those on disk, or None."""
+    def methods_of(self, adapter: str | None) -> Methods:
+        """Return the drafters for texts that wear a LoRA: with the draft weights that were trained over it, if there
+        are any, else the base's.
+
+        Raises:
+            CheckpointError: its draft weights are broken, or of another base.
+            NotFoundError: there is no such LoRA.
+        """
+        if adapter is None:
+            return self.methods
+        known = self.adapters.find(adapter)
+        if known.version not in self._methods_of:
+            folders, base = draft_weights_of(known.folder), self.methods
+            own = adapters_by_method(folders, base.folder)
+            self._methods_of[known.version] = (
+                Methods(self.model, base.folder, {**base.adapters, **own}, base.second, memory=self.memory)
+                if own
+                else base
+            )
+        return self._methods_of[known.version]
+
+    def prefix(
+        self, memory: PrefixCache | None, salt: str | None = None, owner: bytes = b"", *, lead: Lead | None = None
+    ) -> Prefix | None:
+        """Return the kept texts that requests of an owner with a salt see: those in memory, those on disk, or None.
+        Texts behind a soft prompt, ``lead``, are not kept on disk.
+        """
         part = None if memory is None else memory.salted(salt, owner)
-        return part if self.prompt_cache is None else self.prompt_cache.behind(part, salt, owner)
+        if self.prompt_cache is None or lead is not None:
+            return part
+        return self.prompt_cache.behind(part, salt, owner)
 
     def generate(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Result]:
         """Answer prompts in batches; keyword arguments are the fields of ``Options``.
@@ -228,8 +261,10 @@ class Engine:
             prompt = with_material(cast("Sequence[Mapping[str, str]]", prompt), self.tokenizer)
         return self.request_for(self.tokenizer.encode_prompt(prompt, raw=options.raw) if prompt else (), options)
 
-    def request_for(self, prompt_tokens: Sequence[int], options: Options) -> Request:
-        """Do the same as ``request`` for a prompt that is already in tokens."""
+    def request_for(self, prompt_tokens: Sequence[int], options: Options, *, is_open: bool = False) -> Request:
+        """Do the same as ``request`` for a prompt that is already in tokens; with ``is_open`` the answer may be shorter
+        than ``max_new_tokens`` where a soft prompt takes the room, as it may where there is no such limit.
+        """
         given = tuple(prompt_tokens)
         if not given:
             raise ConfigError("the prompt is empty; give at least one character")
@@ -255,6 +290,7 @@ class Engine:
             min_new_tokens=least,
         )
         method = options.method if beams is None and source is None else "plain"
+        methods = self.methods_of(None if options.adapter is None else options.one_adapter)
         prefill, reason = self.prefills.of(options.reading, len(tokens))
         if options.prefill != "full":
             check_method(options.method, options.prefill, is_alone=prefill.drafter is not None)
@@ -263,7 +299,7 @@ class Engine:
         request = Request(
             tokens=tokens,
             max_new_tokens=limit,
-            drafter=prefill.drafter or self.methods.drafter(method, options.num_draft_tokens, options.quality),
+            drafter=prefill.drafter or methods.drafter(method, options.num_draft_tokens, options.quality),
             sampling=self.sampling(options),
             stop=stop,
             seed=options.seed,
@@ -280,6 +316,14 @@ class Engine:
             adapter=self.adapters.worn(None if options.adapter is None else options.one_adapter),
             prefix=self.prefix(self.prefix_cache),
         )
+        if self.prompt_pool is not None:
+            request = behind(request, self.prompt_pool, options.soft_prompt)
+            request = replace(request, prefix=self.prefix(self.prefix_cache, lead=request.lead))
+            if is_open or options.max_new_tokens is None:
+                room = max(1, context - len(tokens) - request.num_leading)
+                request = replace(request, max_new_tokens=min(request.max_new_tokens, room))
+        elif options.soft_prompt != AUTO:
+            raise ConfigError(f"soft_prompt is {options.soft_prompt!r}, and there is no pool; give prompt_pool")
         if self.guard is not None:
             request = guarded(request, self.guard)
         request.check_fits(context)

@@ -11,6 +11,7 @@ import torch
 
 from vivace.adapters.guard.guard import load_guard
 from vivace.adapters.lora import RECOVERY, recovery_of
+from vivace.adapters.pool.pool import load_pool
 from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import choose_device, load_decoder, read_config
@@ -60,6 +61,7 @@ def load(
     ignore_config_keys: Sequence[str] = (),
     recovery: bool = True,
     guard: str | Path | None = None,
+    prompt_pool: str | Path | None = None,
     parallel: str | SharedLoading | None = None,
     wire: str | None = None,
     link_interface: str | None = None,
@@ -101,6 +103,9 @@ def load(
             ends with the reason "content_filter" before what may not be shown.
         recovery: whether answers that name no LoRA wear ``<path>/adapters/recovery``, where it is: what a model in few
             bits has lost, won back (``vivace train recover``).
+        prompt_pool: folder of soft prompts (``vivace train prompts``, PEFT's prompt tuning). Each request gets the one
+            that its prompt reads most in the first layer, in front of its text (``soft_prompt`` names another), and no
+            recovery is worn.
         parallel: under torchrun, how its processes share the work: "tensor" (each computes a part of every layer) or
             "runahead" (each reads a piece of every prompt, and rank 0 decodes). Only on rank 0 this function returns;
             the others follow it, and their processes end with it.
@@ -193,6 +198,8 @@ def load(
     engine.adapters.limit(None if adapter_memory is None else parse_bytes(adapter_memory))
     for name, lora in loras.items():
         engine.adapters.add(name, lora)
+    if prompt_pool is not None:
+        recovery = False  # a soft prompt was learnt in front of the checkpoint as it is
     if recovery and RECOVERY not in loras and (found := recovery_of(folder)) is not None:
         if opening is not None:
             raise UnsupportedError(
@@ -200,6 +207,7 @@ def load(
             )
         engine.adapters.add(RECOVERY, found)
         engine.adapters.default = RECOVERY
+    engine.prompt_pool = None if prompt_pool is None else load_pool(prompt_pool, model, tokenizer, budget)
     engine.guard = None if guard is None else load_guard(guard, folder, model, tokenizer)
     engine.prefix_cache = None if prefix_cache is None else engine.new_prefix_cache(parse_bytes(prefix_cache))
     if prompt_cache is not None:

@@ -22,6 +22,7 @@ from vivace.recipes.mod import ModRecipe
 from vivace.recipes.multirate import MultirateRecipe
 from vivace.recipes.multistream import MultistreamRecipe
 from vivace.recipes.palette import PaletteRecipe
+from vivace.recipes.prompts import PromptsRecipe
 from vivace.recipes.quantized import QuantizedRecipe
 from vivace.recipes.reading import RECIPES as PACKAGED
 from vivace.recipes.reading import read_recipe
@@ -47,6 +48,7 @@ RECIPES: Mapping[str, type[FrozenRecipe] | type[WholeRecipe] | type[Seq2SeqRecip
         QuantizedRecipe,
         LoraRecipe,
         PaletteRecipe,
+        PromptsRecipe,
         LowBitRecipe,
         RecoverRecipe,
     )
@@ -61,7 +63,8 @@ LOOP: Mapping[str, Any] = {"minutes": 20, "warmup_steps": 50, "hold": 0.1}
 def kinds() -> list[str]:
     """List the kinds of recipe: those of models, then every method that can be trained."""
     methods = (spec.name for spec in METHODS.values() if spec.training is not None)
-    kinds = ("decoder", "seq2seq", "supervised", "shared", "lora", "palette", "recover", "lowbit", *methods)
+    plain = ("decoder", "seq2seq", "supervised", "shared", "lora", "prompts", "palette", "recover", "lowbit")
+    kinds = (*plain, *methods)
     return list(dict.fromkeys(kinds))
 
 

@@ -18,7 +18,13 @@ from vivace.train.report import Report
 
 
 def train_beside(
-    recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report
+    recipe: FrozenRecipe,
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    out: Path,
+    report: Report,
+    *,
+    is_timed: bool = True,
 ) -> list[Run]:
     """Train the weights of a method, save them and time decoding with them.
 
@@ -29,6 +35,7 @@ def train_beside(
         out: folder of the result; a run that was killed is continued there. Snapshots and regenerated answers are kept
             in ``<out>/run``.
         report: receives progress.
+        is_timed: whether decoding is timed afterwards; otherwise there are no timings.
 
     Returns:
         Timings of plain decoding and of the new method on held-back prompts.
@@ -48,4 +55,4 @@ def train_beside(
         fit(engine.model, trainable.objective, context.data(), config, folder=out / "run", report=report)
     saved = trainable.save(out, base)
     report.note(f"saved {saved.what} to {out}{saved.note}")
-    return context.timed(saved)
+    return context.timed(saved) if is_timed else []

@@ -41,6 +41,7 @@ class Catalog:
         self.base = base
         self.created = int(time.time())
         self.num_layers = engine.model.config.num_layers
+        self._engine = engine
         self._loras = engine.adapters
         self._methods: dict[str, Methods] = {base: engine.methods}
         self._defaults: dict[str, str] = {base: method}
@@ -102,8 +103,17 @@ class Catalog:
             raise APIError(404, str(exc), param="model", code="model_not_found") from None
 
     def _of(self, model: str) -> str:
-        """Return the name under which methods of a model are kept: those of a LoRA are the base's."""
+        """Return the name under which settings of a model are kept: those of a LoRA are the base's."""
         return model if model in self._methods else self.base
+
+    def _methods_of(self, model: str) -> Methods:
+        """Return the drafters of a model; those of a LoRA are the base's, unless it has draft weights of its own."""
+        if model in self._methods:
+            return self._methods[model]
+        try:
+            return self._engine.methods_of(model)
+        except NotFoundError as exc:
+            raise APIError(404, str(exc), param="model", code="model_not_found") from None
 
     def find(self, name: str | None) -> str:
         """Return the model that a request names; the base where it names none.
@@ -124,7 +134,7 @@ class Catalog:
 
     def methods(self, model: str) -> list[str]:
         """Return the methods that can run with this model."""
-        return ["auto", *self._methods[self._of(model)].runnable()]
+        return ["auto", *self._methods_of(model).runnable()]
 
     def method(self, model: str, asked: str | None, *, is_seeded: bool) -> str:
         """The method a request is decoded with.
@@ -153,7 +163,7 @@ class Catalog:
             APIError: a number of guesses, or a quality, is given for a method that does not take one.
         """
         try:
-            return self._methods[self._of(model)].drafter(method, num_draft_tokens, quality)
+            return self._methods_of(model).drafter(method, num_draft_tokens, quality)
         except ConfigError as exc:
             raise APIError(400, str(exc), param="num_draft_tokens" if quality is None else "quality") from None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vivace.checkpoint.tokenizer import Tokenizer
-from vivace.core.seams import Drafter, Prefix
+from vivace.core.seams import Drafter
 from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Processor, Request
 from vivace.engine import Engine, Options
@@ -238,14 +238,18 @@ class RequestParser:
         with self._drafters:  # they are made when they are first asked for
             drafter = self.catalog.drafter(model, method, body.num_draft_tokens, body.quality)
         seed, adapter = random.getrandbits(62) if body.seed is None else body.seed, self.catalog.source(model)
-        prefix = self.engine.prefix(self._prefix, body.cache_salt, owner)
         bias = (LogitBias(self._bias(body)),) if body.logit_bias else ()
         requests = []
         for tokens in prompts:
             self._check_length(len(tokens), limit, body)
-            first = self._request(body, tokens, options, drafter, prefix)
+            first = self._request(body, tokens, options, drafter)
+            lead = first.lead if adapter is None else None
+            prefix = self.engine.prefix(self._prefix, body.cache_salt, owner, lead=lead)
             processors = self._processors(body, len(tokens), bias)
-            first = replace(first, num_top_logprobs=num_top or 0, processors=processors, adapter=adapter)
+            prefix = None if first.source is not None else prefix
+            first = replace(
+                first, num_top_logprobs=num_top or 0, processors=processors, adapter=adapter, lead=lead, prefix=prefix
+            )
             requests += [replace(first, seed=seed + choice) for choice in range(body.num_texts)]
         return ParsedRequest(
             model,
@@ -298,9 +302,7 @@ class RequestParser:
             },
         )
 
-    def _request(
-        self, body: GenerationBody, tokens: list[int], options: Options, drafter: Drafter, prefix: Prefix | None
-    ) -> Request:
+    def _request(self, body: GenerationBody, tokens: list[int], options: Options, drafter: Drafter) -> Request:
         """Make one request; if the body sets no limit, its answer may fill the rest of a slot."""
         self.prompts.check_tokens(body.stop_token_ids, "stop_token_ids")
         longest = self.engine.memory.longest_text(self.engine.model, drafter, self.max_model_len)
@@ -311,9 +313,9 @@ class RequestParser:
         if is_open and (self.default_max_tokens is not None or not says_limit):
             options = replace(options, max_new_tokens=min(self.default_max_tokens or room, room))
         with self._drafters:
-            request = self.engine.request_for(tokens, options)
+            request = self.engine.request_for(tokens, options, is_open=is_open)
         if is_open:
-            request = replace(request, max_new_tokens=min(request.max_new_tokens, room))
+            request = replace(request, max_new_tokens=min(request.max_new_tokens, max(1, room - request.num_leading)))
         request.check_fits(self.max_model_len)
         if request.prefill.drafter is not None and body.method is not None:  # a server's own method gives way
             check_method(body.method, options.prefill, is_alone=True)
@@ -322,7 +324,6 @@ class RequestParser:
             drafter=request.prefill.drafter or drafter,
             stop=replace(request.stop, end_tokens=request.stop.end_tokens | set(body.stop_token_ids)),
             shows_guesses=body.return_trace,
-            prefix=None if request.source is not None else prefix,
         )
 
     @staticmethod

@@ -40,7 +40,7 @@ def metrics(choices: Sequence[Choice], arrived_at: float, queue_s: float) -> dic
     last = max((choice.last_at for choice in choices), default=arrived_at)
     num_tokens = sum(len(choice.tokens) for choice in choices)
     # tokens that came with the first block take no time after it
-    behind = num_tokens - sum(choice.stats.num_first_tokens for choice in choices if choice.stats)
+    behind = max(0, num_tokens - sum(choice.stats.num_first_tokens for choice in choices if choice.stats))
     rate = behind / (last - first) if last > first else 0.0
     return {
         "time_to_first_token_ms": 1e3 * (first - arrived_at),
@@ -53,6 +53,8 @@ def metrics(choices: Sequence[Choice], arrived_at: float, queue_s: float) -> dic
         "speculative_decoding": speculation(choices),
         "early_exits": early_exits(choices),
         "prefill": reading(choices),
+        "prompt_pool": next((c.stats.prompt_pool for c in choices if c.stats), None),
+        "guard": {name: score for c in choices if c.stats for name, score in c.stats.guard.items()},
     }
 
 

@@ -1,0 +1,80 @@
+"""``vivace train prompts``: a pool of PEFT's folders comes out, and a run that was killed goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import vivace
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.adapters.pool.training import SoftPrompt, SoftPromptObjective
+from vivace.checkpoint.adapters import base_hash
+from vivace.configuration import build
+from vivace.errors import ConfigError
+from vivace.prompts import Prompt
+from vivace.recipes.prompts import PromptsRecipe, train_pool
+from vivace.train.data import Rows, pairs_of
+from vivace.train.next_token import NextToken
+from vivace.train.report import Lines
+
+WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
+VALUES = {
+    "lengths": [3],
+    "seeds": [0, 1],
+    "loop": {"minutes": None, "steps": 12, "warmup_steps": 1},
+    "optimiser": {"adamw_rate": 0.05},
+    "held_back": 4,
+    "tokens_per_batch": 512,
+}
+
+
+def test_every_member_is_learnt_and_the_model_stays_as_it_is(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base")
+    engine = vivace.load(base, kernels="torch")
+    weights = {name: value.clone() for name, value in engine.model.state_dict().items()}
+    recipe, rows = build(PromptsRecipe, VALUES), WORDS[:40]
+    assert train_pool(recipe, engine, rows, tmp_path / "pool", Lines(str)) == ["3-0", "3-1"]
+    assert all(torch.equal(value, weights[name]) for name, value in engine.model.state_dict().items())
+    config = json.loads((tmp_path / "pool" / "3-0" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["num_virtual_tokens"], config["token_dim"]) == ("PROMPT_TUNING", 3, 32)
+    first = (tmp_path / "pool" / "3-0" / "adapter_model.safetensors").stat().st_mtime_ns
+    assert train_pool(recipe, engine, rows, tmp_path / "pool", Lines(str)) == ["3-0", "3-1"]
+    assert (tmp_path / "pool" / "3-0" / "adapter_model.safetensors").stat().st_mtime_ns == first
+    opened = vivace.load(base, dtype="float32", prompt_pool=tmp_path / "pool")
+    assert opened.prompt_pool is not None
+    assert set(opened.prompt_pool.members) == {"3-0", "3-1"}
+    assert opened.generate("abc", max_new_tokens=4)[0].stats.prompt_pool in ("3-0", "3-1")
+    assert base_hash(base) == base_hash(engine.folder)
+
+
+def test_a_few_steps_lower_the_loss_and_no_entry_is_plain_training(tmp_path: Path) -> None:
+    engine = vivace.load(make_checkpoint(tmp_path / "base"), kernels="torch")
+    pairs = pairs_of(WORDS[:12])
+    [batch, *_] = Rows(engine.tokenizer, 512, engine.model.device).batches(pairs, 4096)
+    torch.manual_seed(0)
+    weights = SoftPrompt.beginning(engine.model, 4)
+    objective = SoftPromptObjective(engine.model, weights)
+    optimiser, losses = torch.optim.Adam(weights.parameters(), lr=0.05), []
+    for _ in range(10):
+        optimiser.zero_grad()
+        total = 0.0
+        for part, seen in objective.losses(engine.model, batch):
+            part.backward()
+            total += seen.get("loss", 0.0)
+        optimiser.step()
+        losses.append(total)
+    assert losses[-1] < losses[0]
+    with torch.no_grad():
+        empty = SoftPromptObjective(engine.model, SoftPrompt(torch.empty(0, 32))).losses(engine.model, batch)
+        plain = NextToken(engine.model).losses(engine.model, batch)
+        want, got = (sum(seen.get("loss", 0.0) for _, seen in parts) for parts in (plain, empty))
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"lengths": [0]}, {"seeds": [1, 1]}, {"lengths": []}])
+def test_what_cannot_be_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="different numbers"):
+        build(PromptsRecipe, VALUES | change)
