@@ -113,6 +113,7 @@ class Drawing:
 
     engine: Engine
     temperature: float
+    top_p: float = 1.0
 
     @property
     def model(self) -> Any:
@@ -125,9 +126,8 @@ class Drawing:
 
     def generate(self, prompts: Any, **options: Any) -> Any:
         """Answer prompts together, with one seed for all methods."""
-        return self.engine.generate(
-            prompts, **{**options, "do_sample": True, "temperature": self.temperature, "seed": 7}
-        )
+        drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "seed": 7}
+        return self.engine.generate(prompts, **{**options, **drawn})
 
 
 def answered(engine: Engine, rows: Sequence[Prompt], tokens: int) -> list[BenchmarkPrompt]:
@@ -247,7 +247,7 @@ def main() -> None:
     kinds = {
         json.loads((folder / "config.json").read_text(encoding="utf-8"))["kind"]: folder for folder in asked.adapter
     }
-    engine = vivace.load(asked.model, adapters=kinds, kernels=asked.kernels)
+    engine = vivace.load(asked.model, adapters=kinds, kernels=asked.kernels, remember=False)
     report = measure(engine, load_prompts(asked.prompts), asked)
     print(means(report))
     if asked.json is not None:

@@ -25,6 +25,51 @@ def tables(folder: Path) -> str:
     return "\n\n".join(parts) or "No run is committed yet."
 
 
+def regimes(folder: Path) -> str:
+    """Return a table for each file of ``benchmarks.regimes``: every method, and ``auto`` beside the best of them."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        written = json.loads(path.read_text(encoding="utf-8"))
+        cells = written["report"]
+        distances = [_of_best(part) for part in cells]
+        near, above = sum(d >= 0.95 for d in distances), sum(_gain(part, "auto") >= 0.97 for part in cells)
+        busy = max((part["others_cpu_share"] or 0 for part in cells), default=0)
+        parts.append(
+            f"**{written['model']}**, up to {written['tokens']} tokens (`{path.stem}.json`), drawn with top-p "
+            f"{written['top_p']:g}. {captions.machine(written['provenance'], written['kernels'], 0)}"
+            f"{captions.others({'others_cpu_share': busy})}. `auto` within 5 % of the best fixed method in {near} of "
+            f"{len(cells)} cells, at least .97x of plain in {above}; lowest {min(distances):.2f} of the best."
+        )
+        names = _methods(cells)
+        rows = [
+            (
+                _regime(part),
+                f"{part['runs'][0]['tokens_per_s']:.0f}/s",
+                *(f"{_gain(part, name):.2f}x" for name in names[1:]),
+                f"{distance:.2f}",
+            )
+            for part, distance in zip(cells, distances, strict=True)
+        ]
+        parts.append(table(("regime", *names, "auto of best"), rows))
+    return "\n\n".join(parts) or "No run is committed yet."
+
+
+def _regime(part: Mapping[str, Any]) -> str:
+    kind = "greedy" if part["temperature"] == 0 else f"temperature {part['temperature']:g}"
+    threads = f"{part['threads']} thread{'s' * (part['threads'] > 1)}"
+    return f"batch {part['batch']}, {kind}, prompts of {part['prompt_tokens']:.0f} tokens, {threads}"
+
+
+def _gain(part: Mapping[str, Any], method: str) -> float:
+    found: float = next(run["speedup"] for run in part["runs"] if run["method"] == method)
+    return found
+
+
+def _of_best(part: Mapping[str, Any]) -> float:
+    """Return the speed of ``auto`` relative to the best of the other methods."""
+    return _gain(part, "auto") / max(run["speedup"] for run in part["runs"] if run["method"] != "auto")
+
+
 def beside_others(results: Sequence[Result]) -> str:
     """Return a table for each result of ``vivace bench decode`` with other programs in it."""
     parts = []

@@ -157,6 +157,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         techniques / "drafting_for_chat.md": {
             "rivals": rivals_own.tables(RESULTS / "chat_rivals"),
             "results": chat_tables.tables(RESULTS / "chat"),
+            "regimes": chat_tables.regimes(RESULTS / "regimes"),
             "others": chat_tables.beside_others(read_results(RESULTS / "foreign")),
         },
         techniques / "lazy.md": {

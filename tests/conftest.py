@@ -6,6 +6,8 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,6 +41,19 @@ def short_timings() -> Iterator[None]:
         patched.setattr(frozen, "NUM_MEASURED", 2)
         patched.setattr(frozen, "MEASURED_TOKENS", 16)
         yield
+
+
+@pytest.fixture(scope="session")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folders for what the package keeps between runs."""
+    folder = tmp_path_factory.mktemp("caches")
+    return (folder / str(number) for number in count())
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, caches: Iterator[Path]) -> None:
+    """No test reads what another has measured, or writes to the user's cache."""
+    monkeypatch.setenv("VIVACE_CACHE_DIR", str(next(caches)))
 
 
 @pytest.fixture(scope="session")

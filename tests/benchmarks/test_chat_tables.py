@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chat_tables import beside_others, tables
+from benchmarks.chat_tables import beside_others, regimes, tables
 from benchmarks.decode_tables import Result
 
 MACHINE = {"cpu": "A", "num_threads": 2, "commit": "abc"}
@@ -57,3 +57,20 @@ def test_other_programs_stand_beside_plain_decoding() -> None:
     assert "| `quantized` | 150 | 1.50x (1.00 to 2.00) | 21.0 ms | 1.40x | 3.00 | 3 MiB | same |" in text
     assert "| `other` | 70 | 0.70x (1.00 to 2.00) | - | 0.60x | - | - | 3 differ |" in text
     assert beside_others([]) == "No run is committed yet."
+
+
+def test_auto_stands_beside_the_best_of_each_regime(tmp_path: Path) -> None:
+    assert regimes(tmp_path) == "No run is committed yet."
+    report = [
+        {
+            **{"temperature": temperature, "batch": batch, "threads": 2, "prompt_tokens": 40.0},
+            **{"others_cpu_share": 0.0, "runs": [run("plain", 1.0), run("lookup", best), run("auto", auto)]},
+        }
+        for temperature, batch, best, auto in ((0.0, 1, 1.5, 1.47), (0.7, 4, 0.8, 0.9))
+    ]
+    written = {"provenance": MACHINE, "kernels": "avx512", "model": "m", "tokens": 64, "top_p": 0.95, "report": report}
+    (tmp_path / "found.json").write_text(json.dumps(written))
+    text = regimes(tmp_path)
+    assert "| batch 1, greedy, prompts of 40 tokens, 2 threads | 100/s | 1.50x | 1.47x | 0.98 |" in text
+    assert "| batch 4, temperature 0.7, prompts of 40 tokens, 2 threads | 100/s | 0.80x | 0.90x | 0.90 |" in text
+    assert "within 5 % of the best fixed method in 1 of 2 cells, at least .97x of plain in 1; lowest 0.90" in text

@@ -70,6 +70,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (place / "broken.jsonl").write_text('{"prompt": "fine"}\n{"prompt": \n')
     (place / "misspelt.jsonl").write_text('{"promt": "fine"}\n')
+    (place / "asked.jsonl").write_text(
+        '{"prompt": "fine", "reference": "yes"}\n{"messages": [{"role": "user", "content": "fine"}]}\n'
+    )
     (place / "talk.jsonl").write_text('{"messages": [{"role": "user", "content": "fine"}], "reference": "yes"}\n' * 9)
     (place / "recipe.yaml").write_text(json.dumps(RECIPE))
     (place / "scratch.yaml").write_text(json.dumps(SCRATCH))
@@ -354,10 +357,10 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         USAGE,
         "broken.jsonl, line 2: not JSON",
     ),
-    "training on conversations": (
-        ("train", "recipe.yaml", "--model", "tiny", "--out", "out", "--data", "talk.jsonl"),
+    "training on conversations that teach nothing": (
+        ("train", "recipe.yaml", "--model", "tiny", "--out", "out", "--data", "asked.jsonl"),
         USAGE,
-        'found a row with "messages"',
+        'asked.jsonl, line 2: "messages" have no turn of the assistant',
     ),
     "regenerating conversations": (
         ("train", "recipe.yaml", "regenerate=9", "--model", "tiny", "--out", "out", "--data", "talk.jsonl"),

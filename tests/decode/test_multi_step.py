@@ -22,6 +22,7 @@ from vivace.decode.session import Session
 from vivace.kernels.low_bit import Weights
 from vivace.kernels.native import NativeBody
 from vivace.methods.auto.drafter import Adaptive
+from vivace.methods.auto.regime import Regime
 
 PROMPTS = prompts(6, seed=2)
 FIELDS = {
@@ -186,4 +187,4 @@ def test_auto_weighs_drafts_against_plain_decoding_at_its_best(model: Decoder) -
     found = run(model, auto)
     assert [r.tokens for r in found] == [r.tokens for r in run(model, NoDrafts())]
     assert max(given[0] for given in plain.rows) >= MAX_TOKENS // 2
-    assert auto._measured[1, 0].t / auto._measured[1, 0].weight < 5 * clock.tick
+    assert auto._measured[Regime(1), 0].seconds(0) < 5 * clock.tick

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -13,7 +14,8 @@ from tests.train.tiny import PAIRS, batches
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.errors import CapacityError, ConfigError
 from vivace.prompts import Prompt
-from vivace.train.data import Batches, BatchPlace, Row, Rows, collate, grouped, pairs_of
+from vivace.train.data import Batches, BatchPlace, Row, Rows, asked, collate, grouped, pairs_of
+from vivace.train.variation import Variation, VariationConfig
 
 
 def test_only_the_answer_and_the_end_are_scored(tokenizer: Tokenizer) -> None:
@@ -66,8 +68,56 @@ def test_rows_that_are_too_long_are_left_out_and_refused_when_all_are(tokenizer:
 def test_what_cannot_be_learnt_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="reference"):
         pairs_of([Prompt("Hi")])
-    with pytest.raises(ConfigError, match="messages"):
-        pairs_of([Prompt([{"role": "user", "content": "Hi"}], ("Ho",))])
     with pytest.raises(ConfigError, match="at least 8"):
         Batches(lambda rng, epoch: PAIRS, Rows(tokenizer, 64), tokens_per_batch=4)
+    with pytest.raises(ConfigError, match="token ids"):
+        pairs_of([Prompt([1, 2], ("Ho",))])
     assert pairs_of([Prompt("Hi", ("Ho", "Hey"))]) == [("Hi", "Ho"), ("Hi", "Hey")]
+
+
+def talk(*texts: str, system: str = "") -> list[dict[str, str]]:
+    """Turns of user and assistant, in turn."""
+    turns = [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
+    return [{"role": "system", "content": system}, *turns] if system else turns
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}> {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_every_turn_of_the_assistant_is_learnt_behind_the_turns_before_it(tokenizer: Tokenizer) -> None:
+    chat = copy.deepcopy(tokenizer)
+    chat.inner.chat_template = TEMPLATE
+    turns = talk("Name one.", "Oak Bar.", "Another?", "Fen House.", "And?", system="Be brief.")
+    pairs = pairs_of([Prompt(turns, ("No",))])
+    assert [answer for _, answer in pairs] == ["Oak Bar.", "Fen House.", "No"]
+    rows = Rows(chat, 1024).encode(pairs)
+    for row, (prompt, answer), stop in zip(rows, pairs, (2, 4, 6), strict=True):
+        assert asked(prompt) == turns[:stop]
+        assert list(row.tokens[: row.num_prompt]) == chat.encode_prompt(turns[:stop])
+        assert list(row.tokens[row.num_prompt :]) == [*chat.encode(answer, special=False), chat.eos_ids[0]]
+
+
+def test_a_conversation_that_cannot_be_learnt_is_refused_by_its_row() -> None:
+    good = Prompt(talk("Hi", "Ho"))
+    wrong = [
+        (talk("Hi"), (), "nothing to learn"),
+        (talk("Hi", "Ho"), ("Hey",), "end with the assistant"),
+        (talk("Hi", " "), (), "is empty"),
+        ([*talk("Hi"), *talk("Ho")], ("Hey",), r"\[1\] is of 'user'"),
+        ([*talk("Hi", "Ho"), {"role": "system", "content": "x"}], ("Hey",), r"\[2\] is of 'system'"),
+        ([{"role": "assistant", "content": "x"}], (), r"\[0\] is of 'assistant'"),
+    ]
+    for messages, references, reason in wrong:
+        with pytest.raises(ConfigError, match=f"row 2: .*{reason}"):
+            pairs_of([good, Prompt(messages, references)])
+
+
+def test_conversations_are_not_varied() -> None:
+    pair = pairs_of([Prompt(talk("Describe Oak Bar", "Oak Bar is good"))])[0]
+    variation = Variation(VariationConfig(values=(r"(Oak Bar)",), respell=True, invent=1.0), [pair])
+    assert variation.drawn(pair, random.Random(0)) is pair
+    assert variation.respelled(pair) is pair
+    assert variation.exercise(pair, random.Random(0)) is None

@@ -20,7 +20,8 @@ def data(
     task: Annotated[
         str,
         typer.Argument(
-            help="e2e, wikisql, advising; long prompts: multidoc, kv, reading; to judge by: zeroshot, wikitext.",
+            help="e2e, wikisql, advising; chat: alpaca, dolly, gsm8k, dialogsum, mt_bench; long prompts: multidoc, kv, "
+            "reading; to judge by: zeroshot, wikitext.",
             metavar="TASK",
         ),
     ],
@@ -41,13 +42,15 @@ def data(
 
     A train file gets one row for each reference; a dev file one row for each distinct prompt, with all its
     references. The spacing of tokenised text (E2E train) is restored to how people write. Of files for long prompts
-    every fifth row is dev. Of choices, continuations and plain text (zeroshot, wikitext) each file becomes a task file.
+    every fifth row is dev, of instruction sets in one file every tenth. Of choices, continuations and plain text
+    (zeroshot, wikitext) each file becomes a task file.
     """
+    from vivace.evaluate.chat_tasks import CHAT_TASKS, convert_chat
     from vivace.evaluate.long_prompts import LONG_TASKS, Layout, convert_long
     from vivace.evaluate.tasks import TASKS, convert
     from vivace.evaluate.zeroshot import JUDGED_TASKS, convert_task
 
-    known = [*TASKS, *LONG_TASKS, *JUDGED_TASKS]
+    known = [*TASKS, *CHAT_TASKS, *LONG_TASKS, *JUDGED_TASKS]
     if task not in known:
         raise ConfigError(f"no task {task!r}{nearest(task, known)}")
     drawn = options.given(documents=documents, position=position, seed=seed)
@@ -60,9 +63,11 @@ def data(
             )
         _write_tasks(convert_task(task, source, output), task, as_json=as_json)
         return
-    if task in LONG_TASKS:
-        if complete:
-            raise ConfigError(f"only e2e has slots that an answer could leave out; leave out --complete for {task}")
+    if task in (*LONG_TASKS, *CHAT_TASKS) and complete:
+        raise ConfigError(f"only e2e has slots that an answer could leave out; leave out --complete for {task}")
+    if task in CHAT_TASKS:
+        files = convert_chat(task, source, output, split)
+    elif task in LONG_TASKS:
         files = convert_long(task, source, output, Layout(**drawn), split)
     else:
         files = convert(task, source, output, split=split, complete=complete)

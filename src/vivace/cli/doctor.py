@@ -119,6 +119,7 @@ def model_findings(engine: Engine) -> list[Finding]:
         Finding("keys and values", True, _blocks(engine)),
         look("answer", lambda: repr(engine.generate("Hello", max_new_tokens=4, method="plain")[0].text)),
     ]
+    findings.append(look("auto", partial(_remembered, engine)))
     methods = [look(f"method {method.name}", partial(_try_method, engine, method)) for method in METHODS.values()]
     return [*findings, *methods]
 
@@ -130,6 +131,17 @@ def _blocks(engine: Engine) -> str:
     left = engine.memory.room_bytes
     room = "" if left is None else f"; {format_bytes(left)} of memory are left for them"
     return f"blocks of {store.size} entries, {format_bytes(store.block_bytes)} each; 1000 tokens take {text}{room}"
+
+
+def _remembered(engine: Engine) -> str:
+    """Return what ``auto`` has measured on this machine in earlier runs, and where that is kept."""
+    from vivace.files import cache_folder
+    from vivace.methods.auto.memory import Memory, report
+
+    place = engine.methods.place
+    if place is None or not engine.methods.remembers:
+        return "measures anew in every run"
+    return report(Memory(cache_folder(), place))
 
 
 def _try_method(engine: Engine, method: MethodSpec) -> str:

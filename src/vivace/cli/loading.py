@@ -79,6 +79,7 @@ def open_engine(
         ignore_config_keys=load.ignore_config_key or (),
         guard=guard,
         prompt_pool=load.prompt_pool,
+        remember=load.remember,
         parallel=ranks.parallel,
         wire=ranks.wire,
         link_interface=ranks.link_interface,

@@ -139,6 +139,14 @@ Untrusted = Annotated[
 Reader = Annotated[
     str, typer.Option(help="How a store is read: auto, direct, buffered or mmap.", rich_help_panel=_MODEL)
 ]
+Remember = Annotated[
+    bool,
+    typer.Option(
+        "--remember/--no-remember",
+        help="Keep what auto measures for later runs, in a small file of the cache folder.",
+        rich_help_panel=_MODEL,
+    ),
+]
 KeyValues = Annotated[
     str,
     typer.Option(
@@ -301,6 +309,7 @@ class LoadFlags:
     ignore_config_key: IgnoreConfigKey = None
     kv: KeyValues = "same"
     prompt_pool: PromptPool = None
+    remember: Remember = True
 
 
 @dataclass(frozen=True)

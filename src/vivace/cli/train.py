@@ -144,8 +144,10 @@ def train(
 
 
 def _rows(data: list[Path]) -> list[Prompt]:
-    """Read the rows of all prompt files."""
-    return [row for path in data for row in load_prompts(path)]
+    """Read the rows of all prompt files, among which conversations must have turns that can be learnt."""
+    from vivace.train.data import check_turns
+
+    return [row for path in data for row in load_prompts(path, check=check_turns)]
 
 
 def _place_of(model: str | None, kind: str) -> Path:

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from vivace.errors import ConfigError, DecodingError, NoTokenError
 
+COMMON = 512
+"""Number of tokens among which a nucleus is looked for first."""
 LARGEST = torch.finfo(torch.float32).max
 """Score at which larger ones saturate."""
 PENALTIES = (2.0**-126, 2.0**126)
@@ -117,6 +119,8 @@ def _tempered(logits: Tensor, top: Tensor, temperature: float) -> Tensor:
     ``top`` (n, 1) is the highest logit of each row. Excluded tokens stay at minus infinity.
     """
     scaled = logits / temperature
+    if bool(scaled.sum(-1).isfinite().all()):  # one pass that settles almost every case
+        return scaled
     is_in_range = (scaled.isfinite() | (scaled == logits)).all(-1, keepdim=True)
     if bool(is_in_range.all()):
         return scaled
@@ -180,15 +184,27 @@ def _truncate(logits: Tensor, sampling: Sampling) -> Tensor:
         smallest = logits.topk(sampling.top_k, -1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -math.inf)
     if sampling.top_p < 1.0:
-        ordered, places = logits.sort(-1, descending=True)
-        probs = torch.softmax(ordered, -1)
-        excluded = probs.cumsum(-1) - probs >= sampling.top_p
-        excluded[:, 0] = False
-        logits = logits.masked_fill(torch.zeros_like(excluded).scatter(1, places, excluded), -math.inf)
+        logits = torch.cat([_nucleus(row, sampling.top_p) for row in logits.split(1)])
     if sampling.min_p > 0.0:
         probs = torch.softmax(logits, -1)
         logits = logits.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -math.inf)
     return logits
+
+
+def _nucleus(logits: Tensor, top_p: float) -> Tensor:
+    """Exclude from one row (1, V) what lies beyond the smallest set whose probability reaches ``top_p``.
+
+    The set is mostly small, so the likeliest ``COMMON`` tokens are ordered first, and all of them only where these do
+    not reach it.
+    """
+    probs = torch.softmax(logits, -1)
+    ordered, places = probs.topk(min(COMMON, logits.shape[-1]), -1)
+    before = ordered.cumsum(-1) - ordered
+    if not float(before[0, -1]) >= top_p:
+        ordered, places = probs.sort(-1, descending=True)
+        before = ordered.cumsum(-1) - ordered
+    kept = places[0, : max(1, int((before < top_p).sum()))]
+    return torch.full_like(logits, -math.inf).index_copy_(1, kept, logits[:, kept])
 
 
 def uniform(generator: torch.Generator) -> float:

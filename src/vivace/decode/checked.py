@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.sequence import Sequence as Decoding
-from vivace.decode.verify import verify_greedy, verify_sampled
+from vivace.decode.verify import TargetRows, verify_greedy, verify_sampled
+
+AT_ONCE = 65536
+"""Largest number of logits whose distributions are computed together: calls would take longer than numbers."""
 
 
 class Checked(NamedTuple):
@@ -44,8 +47,32 @@ def verified(
     logprobs = torch.log_softmax(logits, -1) if wants_logprobs else None
     if is_greedy:
         return Checked(draft, passed, verify_greedy(draft, logits.argmax(-1).tolist()), logprobs)
-    distribution = context.distribution(logits, draft, passed.rows)
-    return Checked(draft, passed, verify_sampled(draft, distribution, context.generators), logprobs)
+    return Checked(draft, passed, verify_sampled(draft, _target(logits, draft, context), context.generators), logprobs)
+
+
+def _target(logits: Tensor, draft: Draft, context: Context) -> TargetRows:
+    """Return the target's distribution after each row of a draft, from logits (T, V)."""
+    if logits.device.type != "cpu" or logits.numel() <= AT_ONCE:
+        return context.distribution(logits, draft, torch.arange(len(logits)))
+    return AsReached(logits, draft, context)
+
+
+@dataclass(frozen=True, eq=False)
+class AsReached:
+    """Implements ``TargetRows``: a row's distribution is computed when the text reaches it.
+
+    Softmax and truncation pass over the vocabulary a dozen times, and most rows of a draft lie behind the first guess
+    that is rejected.
+    """
+
+    logits: Tensor
+    """(T, V)."""
+    draft: Draft
+    context: Context
+
+    def __getitem__(self, row: int, /) -> Tensor:
+        """Return the distribution (V,) after a row."""
+        return self.context.distribution(self.logits[row : row + 1], self.draft, torch.tensor([row]))[0]
 
 
 def read_on(model: Decoder, decided: Decided, sequences: Sequence[Decoding]) -> Checked:

@@ -25,6 +25,7 @@ Sampling. ``P`` is the target's distribution after row r, with processors applie
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,12 +59,21 @@ def verify_greedy(draft: Draft, chosen: Sequence[int]) -> Verdict:
     return _verdict(draft, paths, following)
 
 
-def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.Generator]) -> Verdict:
+class TargetRows(Protocol):
+    """The target's distribution (V,) after each row of a draft; a tensor (T, V) is one."""
+
+    def __getitem__(self, row: int, /) -> Tensor:
+        """Return the distribution after a row."""
+        ...
+
+
+def verify_sampled(draft: Draft, target: TargetRows, generators: Mapping[int, torch.Generator]) -> Verdict:
     """Keep, in each slot, a path such that the text is distributed as samples of the target.
 
     Args:
         draft: committed tokens and guesses, T rows; ``draft.probs`` holds the distribution each guess was drawn from.
-        target: (T, V) the target's distribution after each row; rows sum to one and are one-hot for greedy slots.
+        target: (T, V) the target's distribution after each row; rows sum to one and are one-hot for greedy slots. Only
+            rows that the text reaches are looked at, each once, from the root down.
         generators: the random numbers of each slot, used by no other.
 
     Raises:
@@ -77,14 +87,15 @@ def verify_sampled(draft: Draft, target: Tensor, generators: Mapping[int, torch.
         path = draft.path(root)
         row, token = root, None
         while token is None:
-            if row != root and not float(target[row].sum()) > 0:
+            distribution = target[row]
+            if row != root and not float(distribution.sum()) > 0:
                 # Every token is excluded after an accepted guess. The guess becomes the last token of this step, so
                 # that the error is raised where plain decoding raises it: at the next root.
                 token = tokens[path.pop()]
                 break
             guesses = [(child, tokens[child], chances[child]) for child in children[row]]
             with blaming(slot, "drawing its next token"):
-                child, token = _descend(target[row], guesses, draft.probs, generators[slot])
+                child, token = _descend(distribution, guesses, draft.probs, generators[slot])
             if child is not None:
                 path.append(child)
                 row = child

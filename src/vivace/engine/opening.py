@@ -62,6 +62,7 @@ def load(
     recovery: bool = True,
     guard: str | Path | None = None,
     prompt_pool: str | Path | None = None,
+    remember: bool = True,
     parallel: str | SharedLoading | None = None,
     wire: str | None = None,
     link_interface: str | None = None,
@@ -106,6 +107,8 @@ def load(
         prompt_pool: folder of soft prompts (``vivace train prompts``, PEFT's prompt tuning). Each request gets the one
             that its prompt reads most in the first layer, in front of its text (``soft_prompt`` names another), and no
             recovery is worn.
+        remember: whether ``auto`` begins with what earlier runs have measured here and keeps what it measures, in
+            ``auto.json`` in the cache folder (``VIVACE_CACHE_DIR``).
         parallel: under torchrun, how its processes share the work: "tensor" (each computes a part of every layer) or
             "runahead" (each reads a piece of every prompt, and rank 0 decodes). Only on rank 0 this function returns;
             the others follow it, and their processes end with it.
@@ -190,6 +193,7 @@ def load(
         what = f"{kind} weights" if kept == "bf16" else f"{kept} weights multiplied in {kind}"
         choice = KernelChoice("torch", f"there are no native kernels for {what}", None)
     methods = Methods(model, folder, adapters_by_method(folders, folder), second, memory=budget)
+    methods.remembers = remember
     engine = Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
     engine.storage = storage
     engine.ignored_config_keys = ignored

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ from pathlib import Path
 import torch
 
 from vivace.kernels.choice import choose
+from vivace.kernels.processor import processor_name
 
 PACKAGES = ("vivace", "torch", "transformers", "tokenizers", "safetensors", "numpy", "llama-cpp-python")
 """Packages whose versions are recorded."""
-_CPU_KEYS = ("model name", "cpu family", "model")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -49,7 +48,7 @@ def provenance(device: torch.device) -> Provenance:
         python=sys.version.split()[0],
         packages={name: found for name in PACKAGES if (found := _version(name)) is not None},
         system=f"{platform.system()} {platform.machine()}",
-        cpu=_cpu(),
+        cpu=processor_name(),
         num_cores=os.cpu_count() or 1,
         num_threads=torch.get_num_threads(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -64,19 +63,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _cpu() -> str:
-    """Return the processor's name as the system reports it, with family and model, since rented machines hide the exact
-    type.
-    """
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text() if info.is_file() else ""
-    found = {key: match[1].strip() for key in _CPU_KEYS if (match := re.search(rf"^{key}\s*:\s*(.+)$", lines, re.M))}
-    if "model name" not in found:
-        return platform.processor() or "unknown"
-    numbers = ", ".join(f"{key.removeprefix('cpu ')} {found[key]}" for key in _CPU_KEYS[1:] if key in found)
-    return f"{found['model name']} ({numbers})" if numbers else found["model name"]
 
 
 def _cache_bytes() -> int | None:

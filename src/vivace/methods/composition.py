@@ -28,6 +28,7 @@ from vivace.core.seams import Drafter
 from vivace.decode.memory import DRAFT_SLACK, MemoryBudget
 from vivace.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError
 from vivace.kernels.low_bit import Weights
+from vivace.kernels.processor import processor_name
 from vivace.methods.spec import MethodSpec, Plan, Stored
 from vivace.methods.table import METHODS, find_method
 
@@ -234,6 +235,8 @@ class Methods:
         self.second = second
         self.plan = plan
         self.memory = MemoryBudget() if memory is None else memory
+        self.remembers = False
+        """Whether ``auto`` keeps its measurements in a file for later runs."""
         self._drafters: dict[tuple[str, int | None, float | None], Drafter] = {}
         self._read: dict[str, tuple[Any, Any]] = {}
         self._shared: dict[str, Any] = {}
@@ -353,6 +356,17 @@ class Methods:
         assert self.folder is not None, "a model in memory has no adapters"
         return base_hash(self.folder)
 
+    @property
+    def place(self) -> str | None:
+        """Return what speeds depend on: processor, kernels, threads and model; None for a model without a folder."""
+        if self.folder is None:
+            return None
+        backend = self.model.backend
+        body = getattr(getattr(backend, "body", None), "name", "torch")
+        kind = f"{str(self.model.dtype).removeprefix('torch.')} as {backend.weights}"
+        threads = f"{torch.get_num_threads()} threads"
+        return "; ".join((processor_name(), f"{body} kernels", threads, kind, self._base_hash[:16]))
+
     def adapter_folder(self, kind: str) -> Path | None:
         """Return the folder where the adapter of a kind is or would be; None for a model that exists only in memory."""
         inside = None if self.folder is None else self.folder / "adapters" / kind
@@ -457,3 +471,7 @@ class _Context:
         tried = [spec for spec in tried if is_asked or not spec.needs_draft_model]
         tried.sort(key=lambda spec: spec.needs_draft_model)
         return self.methods.drafter("plain"), [self.methods.drafter(spec.name) for spec in tried]
+
+    def place(self) -> str | None:
+        """Return under which name measurements are kept, where this engine keeps any."""
+        return self.methods.place if self.methods.remembers else None

@@ -128,6 +128,10 @@ class MethodContext(Protocol):
         """Return the drafter of plain decoding, and those among which ``auto`` may choose here."""
         ...
 
+    def place(self) -> str | None:
+        """Return under which name measurements of this model on this machine are kept; None keeps none."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSpec:

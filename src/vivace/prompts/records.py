@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -50,8 +50,12 @@ class Prompt:
     """Name of the task, which determines the metrics."""
 
 
-def load_prompts(path: str | Path) -> list[Prompt]:
+def load_prompts(path: str | Path, *, check: Callable[[Prompt], None] | None = None) -> list[Prompt]:
     """Return the rows of a prompt file (JSONL, plain or ``.gz``), in order.
+
+    Args:
+        path: the file.
+        check: raises ``ValueError`` for a prompt that the caller cannot use.
 
     Raises:
         NotFoundError: there is no such file.
@@ -72,6 +76,8 @@ def load_prompts(path: str | Path) -> list[Prompt]:
         if line.strip():
             try:
                 prompts.append(_parse(line))
+                if check is not None:
+                    check(prompts[-1])
             except ValueError as error:
                 raise ConfigError(f"{source}, line {number}: {error}") from error
     if not prompts:

@@ -25,7 +25,7 @@ from vivace.recipes.own_text import Budget, own_text, written_before
 from vivace.recipes.regenerate import as_it_decodes, regenerated
 from vivace.train.batches import DataSplit
 from vivace.train.config import LoopConfig
-from vivace.train.data import Batches, DecoderObjective, Row, Rows, TokenBatch, pairs_of, texts_of
+from vivace.train.data import Batches, DecoderObjective, Row, Rows, TokenBatch, asked, pairs_of, texts_of
 from vivace.train.memory import estimate_memory, require_memory
 from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Report
@@ -216,8 +216,9 @@ class TrainContext:
         """
         if saved.method is None or saved.load is None:
             return []
-        asked, ready = [prompt for prompt, _ in self.held_back[:NUM_MEASURED]], saved.load()
-        questions = [BenchmarkPrompt(prompt, tuple(self.engine.tokenizer.encode_prompt(prompt))) for prompt in asked]
+        measured, ready = [prompt for prompt, _ in self.held_back[:NUM_MEASURED]], saved.load()
+        encode = self.engine.tokenizer.encode_prompt
+        questions = [BenchmarkPrompt(prompt, tuple(encode(prompt))) for prompt in map(asked, measured)]
         systems = [
             MethodSystem(name, ready, max_new_tokens=MEASURED_TOKENS) for name in dict.fromkeys(("plain", saved.method))
         ]

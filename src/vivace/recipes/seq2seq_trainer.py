@@ -29,7 +29,7 @@ from vivace.recipes.seq2seq import Seq2SeqRecipe
 from vivace.recipes.seq2seq_start import start_t5
 from vivace.train.batches import DataSplit
 from vivace.train.config import TrainConfig
-from vivace.train.data import Batches, pairs_of
+from vivace.train.data import Batches, pairs_of, texts_of
 from vivace.train.loop import TrainResult, fit
 from vivace.train.memory import estimate_memory, require_memory
 from vivace.train.optim import Optimiser, OptimiserConfig
@@ -86,6 +86,7 @@ def train_seq2seq(
 
 def _pairs(recipe: Seq2SeqRecipe, prompts: Sequence[Prompt]) -> list[Pair]:
     """Return all pairs in a random order, of which the first will be held back."""
+    texts_of(prompts)  # a source is one text
     pairs = pairs_of(prompts)
     random.Random(recipe.seed).shuffle(pairs)
     if len(pairs) <= recipe.held_back:

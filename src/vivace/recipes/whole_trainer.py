@@ -28,7 +28,7 @@ from vivace.recipes.decoder import DecoderRecipe, Stage, WholeRecipe
 from vivace.recipes.scratch import deepen, start_decoder
 from vivace.train.batches import DataSplit
 from vivace.train.config import TrainConfig
-from vivace.train.data import Batches, Row, Rows, TokenBatch, pairs_of
+from vivace.train.data import Batches, Row, Rows, TokenBatch, pairs_of, pairs_of_row
 from vivace.train.loop import TrainResult, fit
 from vivace.train.memory import estimate_memory, require_memory
 from vivace.train.next_token import NextToken
@@ -90,7 +90,9 @@ def train_whole(
 def _pairs(recipe: DecoderRecipe, prompts: Sequence[Prompt]) -> tuple[list[Pair], dict[Pair, str]]:
     """Return all pairs in a random order, of which the first will be held back, and the task of each pair."""
     pairs = pairs_of(prompts)
-    tasks = dict(zip(pairs, (prompt.task or "" for prompt in prompts for _ in prompt.references), strict=True))
+    tasks = {
+        pair: prompt.task or "" for number, prompt in enumerate(prompts, 1) for pair in pairs_of_row(prompt, number)
+    }
     _require_tasks(recipe, set(tasks.values()))
     random.Random(recipe.seed).shuffle(pairs)
     if len(pairs) <= recipe.held_back:

@@ -53,6 +53,7 @@ class Catalog:
                 continue
             found = adapters_by_method([folder], engine.folder)
             methods = Methods(engine.model, engine.folder, found, engine.methods.second, memory=engine.memory)
+            methods.remembers = engine.methods.remembers
             self._methods[name] = methods
             kind = next(iter(found))
             self._defaults[name] = method if method == "auto" or METHODS[method].adapter == kind else kind

@@ -1,19 +1,20 @@
 """Batches of token rows, made from pairs of a prompt and an answer.
 
 A row consists of the prompt (in the chat template, where the tokenizer has one), the answer and the end-of-text token;
-only the answer and that last token are scored. A batch holds about ``tokens_per_batch`` tokens, padding included, and
-its rows are padded to the same multiple of 8. All random choices of epoch n come from a generator seeded with (seed,
-n), so two numbers, the epoch and the batch, describe a place in training, and a resumed run sees the batches that the
-killed one would have seen.
+only the answer and that last token are scored. A conversation becomes a row for each turn of the assistant. A batch
+holds about ``tokens_per_batch`` tokens, padding included, and its rows are padded to the same multiple of 8. All random
+choices of epoch n come from a generator seeded with (seed, n), so two numbers, the epoch and the batch, describe a
+place in training, and a resumed run sees the batches that the killed one would have seen.
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from torch import Tensor
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.core.model import Decoder
 from vivace.errors import CapacityError, ConfigError
-from vivace.prompts import Prompt
+from vivace.prompts import Message, Prompt
 from vivace.train.batches import BatchPlace, BOut
 from vivace.train.objective import Objective
 from vivace.train.variation import Pair
@@ -75,28 +76,99 @@ Draw = Callable[[random.Random, int], Sequence[Pair]]
 """A function that returns the pairs of an epoch, given a generator seeded for that epoch and the epoch's number."""
 
 
-def pairs_of(prompts: Sequence[Prompt]) -> list[Pair]:
-    """Return one pair of prompt and answer for each reference.
+class Conversation(str):
+    """The turns before an answer, in place of a prompt's text: JSON, since pairs are of texts."""
+
+    @staticmethod
+    def of(messages: Sequence[Message]) -> Conversation:
+        """Return turns as a prompt."""
+        return Conversation(json.dumps(list(messages), ensure_ascii=False))
+
+    @property
+    def messages(self) -> list[Message]:
+        """Return the turns, as the chat template takes them."""
+        found: list[Message] = json.loads(self)
+        return found
+
+
+def asked(prompt: str) -> str | list[Message]:
+    """Return the prompt of a pair as ``Tokenizer.encode_prompt`` takes it."""
+    return prompt.messages if isinstance(prompt, Conversation) else prompt
+
+
+def check_turns(prompt: Prompt) -> None:
+    """Refuse a conversation from which nothing could be learnt.
 
     Raises:
-        ConfigError: no prompt has a reference, or one is a conversation (not trained on yet).
+        ValueError: its turns are not in order, or none of them is the assistant's.
     """
-    texts = texts_of(prompts)
-    pairs = [(text, answer) for text, prompt in zip(texts, prompts, strict=True) for answer in prompt.references]
+    if not _is_conversation(prompt):
+        return
+    turns = cast("list[Message]", prompt.request)
+    roles = [turn["role"] for turn in turns]
+    said = roles[1:] if roles[0] == "system" else roles
+    for place, role in enumerate(said):
+        if role != ("user", "assistant")[place % 2]:
+            number = place + len(roles) - len(said)
+            raise ValueError(
+                f'"messages"[{number}] is of {role!r}; a system turn may come first, then user and assistant in turn'
+            )
+    if len(said) % 2 == 0 and prompt.references:
+        raise ValueError('"messages" end with the assistant, so there is nothing for "reference" to answer')
+    if len(said) < 2 and not prompt.references:
+        raise ValueError('"messages" have no turn of the assistant, and there is no "reference": nothing to learn')
+    if any(turn["role"] == "assistant" and not turn["content"].strip() for turn in turns):
+        raise ValueError("a turn of the assistant is empty")
+
+
+def _is_conversation(prompt: Prompt) -> bool:
+    return not isinstance(prompt.request, str) and isinstance(prompt.request[0], dict)
+
+
+def pairs_of(prompts: Sequence[Prompt]) -> list[Pair]:
+    """Return one pair of prompt and answer for each reference, and for each turn of the assistant in a conversation.
+
+    The turns before it are the prompt of such a turn. So every one of them is learnt from what the chat template makes
+    of the turns before it, as when the model answers it, and no other turn is.
+
+    Raises:
+        ConfigError: no prompt has an answer, a conversation has turns in the wrong order, or a row has token ids.
+    """
+    pairs = [pair for number, prompt in enumerate(prompts, 1) for pair in pairs_of_row(prompt, number)]
     if not pairs:
         raise ConfigError(f'none of {len(prompts)} rows has a "reference" to learn; regenerate answers first')
     return pairs
+
+
+def pairs_of_row(prompt: Prompt, number: int) -> list[Pair]:
+    """Return the pairs of one row, as ``pairs_of`` does; ``number`` names it in errors."""
+    if not _is_conversation(prompt):
+        [text] = texts_of([prompt])
+        return [(text, answer) for answer in prompt.references]
+    try:
+        check_turns(prompt)
+    except ValueError as error:
+        raise ConfigError(f"row {number}: {error}") from error
+    turns = cast("list[Message]", prompt.request)
+    said = [
+        (Conversation.of(turns[:place]), turn["content"])
+        for place, turn in enumerate(turns)
+        if turn["role"] == "assistant"
+    ]
+    return [*said, *((Conversation.of(turns), answer) for answer in prompt.references)]
 
 
 def texts_of(prompts: Sequence[Prompt]) -> list[str]:
     """Return the text of each prompt, in order.
 
     Raises:
-        ConfigError: one is a conversation (not trained on yet).
+        ConfigError: one is a conversation, or token ids.
     """
     texts = [prompt.request for prompt in prompts if isinstance(prompt.request, str)]
     if len(texts) < len(prompts):
-        raise ConfigError('training takes rows with "prompt"; found a row with "messages"')
+        other = next(prompt for prompt in prompts if not isinstance(prompt.request, str))
+        found = '"messages"' if _is_conversation(other) else 'token ids as "prompt"'
+        raise ConfigError(f'this takes rows whose "prompt" is a text; found a row with {found}')
     return texts
 
 
@@ -173,6 +245,8 @@ class Rows:
         return collate(rows, self.device)
 
     def _template(self, prompt: str) -> str:
+        if isinstance(prompt, Conversation):
+            return self._tokenizer.prompt_text(prompt.messages)
         if not self._tokenizer.has_template:
             return prompt
         return self._tokenizer.prompt_text([{"role": "user", "content": prompt}])

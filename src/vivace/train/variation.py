@@ -74,7 +74,7 @@ class Variation:
         """Return the pair with the answer's values spelled as in the prompt; nothing is random here."""
         prompt, answer = pair
         lowered = prompt.lower()
-        if not self.config.respell or len(lowered) != len(prompt):
+        if not self.config.respell or len(lowered) != len(prompt) or not self._varies(pair):
             return pair
         for value in self._found(answer):
             at = lowered.find(value.lower())
@@ -85,6 +85,8 @@ class Variation:
     def drawn(self, pair: Pair, rng: random.Random) -> Pair:
         """Return a random variation of a pair, possibly the pair itself."""
         prompt, answer = pair
+        if not self._varies(pair):
+            return pair
         if self._list is not None and rng.random() < 0.5:
             prompt = self._shuffled(prompt, rng)
         if rng.random() >= self.config.invent:
@@ -98,6 +100,8 @@ class Variation:
     def exercise(self, pair: Pair, rng: random.Random) -> Pair | None:
         """Return the prompt with invented values and those values as its answer; None when it has no values."""
         prompt, answer = pair
+        if not self._varies(pair):
+            return None
         copied = []
         for value in self._found(prompt, answer):
             if len(value) > 1 and prompt.count(value) == 1:
@@ -106,6 +110,11 @@ class Variation:
                 copied.append(new)
         copied.sort(key=prompt.find)
         return (prompt, ", ".join(copied)) if copied else None
+
+    @staticmethod
+    def _varies(pair: Pair) -> bool:
+        """Return whether a pair is of two plain texts; the turns of a conversation stay as they are."""
+        return type(pair[0]) is str
 
     def _found(self, *texts: str) -> list[str]:
         """Return the distinct values in the texts, longest first, so that a part of another value comes after it."""

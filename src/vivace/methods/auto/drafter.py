@@ -1,145 +1,53 @@
 """``auto``: measures drafters while decoding, drafts only as far as it pays, and reports why.
 
-For every drafter and every number of guesses n, the rate of a step is ``E(n) / t(n)`` tokens per second. Here ``E(n) =
-1 + sum_{i<=n} p_i`` is its expected number of tokens, p_i the share of steps in which the guess at depth i was
-accepted, and t(n) the wall time of a step, ``a + b g`` fitted to steps measured on this machine. g is the number of
-guesses that are made where n are allowed: a drafter that is not sure makes fewer. Old steps lose weight, so a drafter
-that becomes slow or wrong is dropped while it runs. The drafter in use is asked for its longest draft from time to
-time, to see whether more guesses are accepted, or cost less, than at the last look. Drafting nothing is one of the
-choices: on a busy machine or a difficult text it is the fastest.
+``measured.py`` has what is known of a drafter: the rate of its steps, by how many guesses are allowed. The drafter with
+the highest rate drafts, as far as its rate grows. Drafting nothing is one of the choices: on a busy machine or a
+difficult text it is the fastest.
 
-Measurements are kept per batch size, since steps of 8 sequences cost more than steps of one, and they outlive a
-request: an ``Adaptive`` is made once per model, and all its sessions measure for it. Batches shrink as their answers
-end, and measuring anew at every size would cost more than it gains. So a new size starts from the measurements of a
-similar one.
+Whoever is not in use must be looked at again now and then, since texts and machines change. A look costs what the best
+drafter would have decoded meanwhile. Each other drafter may cost ``EXPLORE`` of the time so: a drafter that is nearly
+as fast is looked at often, one that takes ten times as long for a token hardly ever: after 32 steps, 64, 128 and so
+on, in case the machine was busy when it was measured. The drafter in use is asked for its longest draft from time to
+time, to see whether more guesses are accepted, or cost less, than at the last look.
+
+Measurements are kept by *regime*: the number of sequences, whether tokens are drawn, and how long the texts are, since
+each of these changes what a step costs. They outlive a request: an ``Adaptive`` is made once per model, and all its
+sessions measure for it. They outlive the process, too, where there is a file for them (``memory.py``). Batches shrink
+as their answers end and texts grow, and measuring anew each time would cost more than it gains. So a new regime starts
+from the measurements of a similar one.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from vivace.core.cache import KVCache
 from vivace.core.seams import Context, Decided, Draft, Drafter, DraftState, TargetPass, Traversal, Verdict
 from vivace.decode.plain import NoDrafts
+from vivace.methods.auto.measured import LONGEST, LOOK_EVERY, Measured
+from vivace.methods.auto.memory import Memory
+from vivace.methods.auto.regime import Regime, nearest, regime_of
 
-FORGET = 0.97
-"""Factor on the weight of a measurement with each further step."""
-FORGET_IDLE = 0.8
-"""The same factor for steps in which the drafter was not used: a slow step on a busy machine must not exclude it for
-long."""
-PROBE_EVERY = 32
-"""Steps after which a drafter that is not in use is measured again; doubled each time it was not the best."""
-LONGEST_WAIT = 512
-"""Largest number of such steps."""
-PROBES = (8, 1, 4, 2)
-"""Numbers of guesses while a drafter is measured: they differ, so that the cost of one guess shows."""
-LONGEST = max(PROBES)
-"""Largest number of guesses considered."""
+FIRST = (8, 2, 8)
+"""Numbers of guesses while a drafter is measured for the first time: they differ, so that the cost of one shows."""
+FIRST_PLAIN = 2
+"""Number of steps in which plain decoding is measured for the first time."""
+EXPLORE = 0.006
+"""Share of the time that looking again at one drafter may cost."""
+LEAST_LOSS = 0.1
+"""A look is counted as costing at least this share of the time it takes."""
+LONGEST_EVERY = 4
+"""Of so many looks at a drafter one asks for its longest draft, the others for its best."""
 MARGIN = 1.03
 """Factor by which drafting must be faster than not drafting."""
-NEAR = 2
-"""Batch sizes within this factor share measurements."""
 BORROWED = 4.0
-"""Number of steps for which measurements of another batch size count."""
-
-
-@dataclass
-class Measured:
-    """Measurements of one drafter at one batch size: decayed sums for a least-squares line, and of acceptance."""
-
-    weight: float = 0.0
-    n: float = 0.0
-    nn: float = 0.0
-    t: float = 0.0
-    nt: float = 0.0
-    tried: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
-    made: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
-    """By depth: how often there was a guess where one was allowed; drafters that are not sure make fewer."""
-    kept: list[float] = field(default_factory=lambda: [0.0] * LONGEST)
-    is_warm: bool = False
-    """Whether it was used before. The first step may lay out weights, so its time is not counted."""
-    steps: int = 0
-    idle: int = 0
-    """Number of steps since it was last used."""
-    wait: int = PROBE_EVERY
-    """Number of idle steps before it is measured again."""
-    own: int = 0
-    """How many of the steps were measured at this batch size."""
-    short: int = 0
-    """Number of steps since it was last asked for the longest draft."""
-    patience: int = PROBE_EVERY
-    """Number of short steps before it is asked for the longest draft again."""
-
-    def record(self, guessed: Sequence[int], seconds: float, allowed: int, accepted: Sequence[int]) -> None:
-        """Add a step: guesses per slot, its wall time in seconds, guesses allowed, guesses accepted per slot."""
-        guesses = sum(guessed) / len(guessed)
-        kept = FORGET if self.idle <= 1 else FORGET_IDLE**self.idle  # depths that were not tried lose weight as well
-        for name, value in (("weight", 1.0), ("n", guesses), ("nn", guesses**2), ("t", seconds)):
-            setattr(self, name, kept * getattr(self, name) + value)
-        self.nt = kept * self.nt + guesses * seconds
-        self.tried = [kept * count for count in self.tried]
-        self.made = [kept * count for count in self.made]
-        self.kept = [kept * count for count in self.kept]
-        for depth in range(allowed):
-            self.tried[depth] += 1
-            self.made[depth] += sum(count > depth for count in guessed) / len(guessed)
-            self.kept[depth] += sum(count > depth for count in accepted) / len(accepted)
-        self.steps += 1
-        self.own += 1
-        self.idle = 0
-        self.short = 0 if allowed == LONGEST else self.short + 1
-
-    def borrowed(self) -> Measured:
-        """Return these measurements with a small weight, as the start for another batch size."""
-        share = min(1.0, BORROWED / self.weight)
-        return Measured(
-            weight=share * self.weight,
-            n=share * self.n,
-            nn=share * self.nn,
-            t=share * self.t,
-            nt=share * self.nt,
-            tried=[share * count for count in self.tried],
-            made=[share * count for count in self.made],
-            kept=[share * count for count in self.kept],
-            is_warm=True,
-            steps=self.steps,
-        )
-
-    def seconds(self, guesses: float) -> float:
-        """Return t(n) in seconds: the fitted line, constant while only one n has been seen."""
-        spread = self.weight * self.nn - self.n**2
-        slope = (self.weight * self.nt - self.n * self.t) / spread if spread > 1e-9 else 0.0
-        slope = max(slope, 0.0)
-        return (self.t - slope * self.n) / self.weight + slope * guesses
-
-    def tokens(self, guesses: int) -> float:
-        """Return E(n); depths that were never tried count as never accepted."""
-        pairs = zip(self.kept[:guesses], self.tried[:guesses], strict=True)
-        return 1 + sum(kept / tried if tried else 0.0 for kept, tried in pairs)
-
-    def guesses(self, allowed: int) -> float:
-        """Return how many guesses a step makes in the mean where so many are allowed."""
-        pairs = zip(self.made[:allowed], self.tried[:allowed], strict=True)
-        return sum(made / tried if tried else 1.0 for made, tried in pairs)
-
-    def is_due(self, guesses: int, room: int) -> bool:
-        """Return whether to ask for the longest draft in place of ``guesses``; each time it was in vain the wait
-        doubles.
-        """
-        if guesses == LONGEST:
-            self.patience = PROBE_EVERY
-        if self.short < self.patience or room < LONGEST:
-            return False
-        self.patience = min(2 * self.patience, LONGEST_WAIT)
-        return True
-
-    def best(self) -> tuple[int, float]:
-        """Return (n, tokens per second) with the highest rate, n >= 1."""
-        deepest = max(1, sum(tried > 0 for tried in self.tried))
-        rates = [(n, self.tokens(n) / self.seconds(self.guesses(n))) for n in range(1, deepest + 1)]
-        return max(rates, key=lambda pair: pair[1])
+"""Number of steps for which measurements of another regime count."""
+SAVE_STEPS = 16
+"""What was measured is kept in a file when a text ends and at least so many steps are new."""
+SAVE_EVERY_S = 5.0
+"""Least number of seconds between two writes of the file."""
 
 
 @dataclass(frozen=True)
@@ -162,12 +70,18 @@ class Adaptive:
         drafters: Sequence[Drafter],
         *,
         plain: Drafter | None = None,
+        memory: Memory | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Choose among ``drafters`` and ``plain``, which drafts nothing."""
+        """Choose among ``drafters`` and ``plain``, which drafts nothing; ``memory`` keeps measurements between runs."""
         self.drafters: tuple[Drafter, ...] = (NoDrafts() if plain is None else plain, *drafters)
+        self.memory = memory
         self.clock = clock
-        self._measured: dict[tuple[int, int], Measured] = {}
+        self._measured: dict[tuple[Regime, int], Measured] = {}
+        self._unsaved = 0
+        self._saved_at: float | None = None
+        if memory is not None:
+            self._recall(memory)
 
     @property
     def leaves_all_entries(self) -> bool:
@@ -182,59 +96,71 @@ class Adaptive:
         """Return the state of a session, which holds a state of every drafter: all of them follow every text."""
         return AdaptiveState(self, [drafter.open(cache) for drafter in self.drafters])
 
-    def choose(self, batch: int, room: int) -> DraftChoice:
-        """Return what to do in a step of ``batch`` sequences in which at most ``room`` guesses can be used."""
+    def choose(self, regime: Regime, room: int) -> DraftChoice:
+        """Return what to do in a step of this regime in which at most ``room`` guesses can be used."""
         if len(self.drafters) == 1 or room == 0:
             return DraftChoice(0, 0, "nothing to draft with" if room else "the last token needs no draft")
-        arms = self._arms(batch)
+        arms = self._arms(regime)
         for index, arm in enumerate(arms):
-            arm.idle += 1
-            if arm.steps < len(PROBES) or arm.idle > arm.wait:
-                arm.wait = min(2 * arm.wait, LONGEST_WAIT) if arm.steps >= len(PROBES) else PROBE_EVERY
-                guesses = PROBES[arm.steps % len(PROBES)] if index else 0
-                return DraftChoice(index, guesses, f"measuring {self.drafters[index].name}")
+            if arm.steps < (len(FIRST) if index else FIRST_PLAIN):
+                return self._look(index, FIRST[arm.steps] if index else 0)
         plain = 1 / arms[0].seconds(0)
-        index, (guesses, rate) = max(((i, arm.best()) for i, arm in enumerate(arms) if i), key=lambda pair: pair[1][1])
-        name = self.drafters[index].name
+        bests = [(0, plain), *(arm.best() for arm in arms[1:])]
+        index = max(range(1, len(arms)), key=lambda i: bests[i][1])
+        guesses, rate = bests[index]
         gain = rate / plain
-        arms[index if gain >= MARGIN else 0].wait = PROBE_EVERY
-        if gain < MARGIN:
-            return DraftChoice(0, 0, f"{name} would give {gain:.2f}x plain at batch {batch}: not drafting")
+        used = index if gain >= MARGIN else 0
+        for other, arm in enumerate(arms):
+            count, own = bests[other]
+            if other and arm.steps % LONGEST_EVERY == 0:
+                count = LONGEST
+            took = arm.seconds(arm.guesses(count))
+            loss = took * max(LEAST_LOSS, 1 - own / bests[used][1])
+            if other == used:
+                arm.wait = LOOK_EVERY
+            elif EXPLORE * arm.since_s >= loss:
+                return self._look(other, count)
+            elif other and arm.is_forgotten():
+                return self._look(other, 1)
+        name = self.drafters[index].name
+        if not used:
+            return DraftChoice(0, 0, f"{name} would give {gain:.2f}x plain at batch {regime.batch}: not drafting")
         if arms[index].is_due(guesses, room):
-            return DraftChoice(index, LONGEST, f"measuring {name}")
-        return DraftChoice(index, guesses, f"{name} with {guesses} guesses gives {gain:.2f}x plain at batch {batch}")
+            return self._look(index, LONGEST)
+        return DraftChoice(index, guesses, f"{name} with {guesses} guesses gives {gain:.2f}x plain at {regime.label}")
 
-    def _arms(self, batch: int) -> list[Measured]:
-        """Return the measurements of every drafter at this batch size."""
+    def _look(self, index: int, guesses: int) -> DraftChoice:
+        return DraftChoice(index, guesses, f"measuring {self.drafters[index].name}")
+
+    def _arms(self, regime: Regime) -> list[Measured]:
+        """Return the measurements of every drafter in this regime."""
         every = range(len(self.drafters))
-        if any((batch, index) not in self._measured for index in every):
-            near = self._nearest(batch)
+        if any((regime, index) not in self._measured for index in every):
+            similar = nearest(regime, [other for other in self._regimes() if self._is_measured(other)])
             for index in every:
-                begun = Measured() if near is None else self._measured[near, index].borrowed()
-                self._measured.setdefault((batch, index), begun)
-        return [self._measured[batch, index] for index in every]
+                begun = Measured() if similar is None else self._measured[similar, index].lent(BORROWED)
+                self._measured.setdefault((regime, index), begun)
+        return [self._measured[regime, index] for index in every]
 
-    def _nearest(self, batch: int) -> int | None:
-        """Return the nearest batch size at which all drafters were measured; None where none is within ``NEAR``."""
-        near: dict[int, float] = {}
-        for other in {other for other, _ in self._measured}:
-            arms = [self._measured.get((other, index)) for index in range(len(self.drafters))]
-            ratio = max(other, batch) / min(other, batch)
-            if ratio <= NEAR and all(arm is not None and arm.own >= len(PROBES) for arm in arms):
-                near[other] = ratio
-        return min(near, key=near.__getitem__, default=None)
+    def _regimes(self) -> list[Regime]:
+        return list(dict.fromkeys(regime for regime, _ in self._measured))
 
-    def record(self, batch: int, drafter: int, elapsed: float, allowed: int, verdict: Verdict) -> None:
+    def _is_measured(self, regime: Regime) -> bool:
+        """Return whether every drafter has been measured in this regime itself; what is borrowed is not lent on."""
+        arms = [self._measured.get((regime, index)) for index in range(len(self.drafters))]
+        return all(arm is not None and arm.own >= FIRST_PLAIN for arm in arms)
+
+    def record(self, regime: Regime, drafter: int, elapsed: float, allowed: int, verdict: Verdict) -> None:
         """Add a step to the measurements, or all steps that were made in one native call.
 
         Args:
-            batch: number of sequences.
+            regime: of the step.
             drafter: index of the drafter.
             elapsed: seconds from the choice to the verdict.
             allowed: largest number of guesses per sequence.
             verdict: what was drafted and accepted.
         """
-        arm = self._measured.setdefault((batch, drafter), Measured())
+        arm = self._measured.setdefault((regime, drafter), Measured())
         if not arm.is_warm:
             arm.is_warm = True
             return
@@ -243,6 +169,43 @@ class Adaptive:
             made = [steps[place] for steps in verdict.steps if place < len(steps)]
             guessed = [len(step.guessed) for step in made]
             arm.record(guessed, elapsed / count, allowed, [step.kept - 1 for step in made])
+        for other in range(len(self.drafters)):
+            if other != drafter and (regime, other) in self._measured:
+                self._measured[regime, other].pause(elapsed, count)
+        self._unsaved += count
+
+    def _recall(self, memory: Memory) -> None:
+        """Begin with what earlier runs have measured."""
+        labels = [label_of(drafter) for drafter in self.drafters]
+        for regime, found in memory.read().items():
+            for index, label in enumerate(labels):
+                if label in found:
+                    usual, steps = found[label]
+                    self._measured[regime, index] = Measured(usual=usual, steps=steps, own=steps)
+
+    def keep(self) -> None:
+        """Write what was measured to the file, where there is one and enough is new."""
+        now = self.clock()
+        is_early = self._saved_at is not None and now - self._saved_at < SAVE_EVERY_S
+        if self.memory is None or self._unsaved < SAVE_STEPS or is_early:
+            return
+        labels = [label_of(drafter) for drafter in self.drafters]
+        kept = {
+            regime: {
+                label: (arm.usual, arm.steps)
+                for index, label in enumerate(labels)
+                if (arm := self._measured.get((regime, index))) is not None and arm.own
+            }
+            for regime in self._regimes()
+        }
+        if self.memory.write({regime: arms for regime, arms in kept.items() if arms}):
+            self._unsaved, self._saved_at = 0, now
+
+
+def label_of(drafter: Drafter) -> str:
+    """Return the name of a drafter with the plan that it drafts by: another plan has other measurements."""
+    plan = getattr(drafter, "plan", None)
+    return drafter.name if plan is None else f"{drafter.name}, {plan.label}"
 
 
 class AdaptiveState:
@@ -255,7 +218,7 @@ class AdaptiveState:
         self._adaptive = adaptive
         self._states = tuple(states)
         self._started = 0.0
-        self._batch = 1
+        self._regime = Regime(1)
         self._allowed = 0
 
     @property
@@ -264,11 +227,11 @@ class AdaptiveState:
         return self.choice.reason
 
     def propose(self, context: Context) -> Draft | Decided:
-        """Return the proposal of the drafter chosen for this batch size."""
+        """Return the proposal of the drafter chosen for this regime."""
         self._started = self._adaptive.clock()
-        self._batch = len(context.slots)
+        self._regime = regime_of(context)
         room = max(context.max_nodes.values(), default=LONGEST)
-        self.choice = self._adaptive.choose(self._batch, room)
+        self.choice = self._adaptive.choose(self._regime, room)
         self._allowed = min(self.choice.guesses, room)
         if self.choice.drafter:
             capped = {slot: min(nodes, self.choice.guesses) for slot, nodes in context.max_nodes.items()}
@@ -281,7 +244,7 @@ class AdaptiveState:
             state.observe(draft, passed, verdict)
         if verdict is not None:
             elapsed, allowed = self._adaptive.clock() - self._started, min(self._allowed, LONGEST)
-            self._adaptive.record(self._batch, self.choice.drafter, elapsed, allowed, verdict)
+            self._adaptive.record(self._regime, self.choice.drafter, elapsed, allowed, verdict)
 
     def extend(self, slots: Sequence[int], stops: Sequence[int]) -> None:
         """Let every drafter have room."""
@@ -307,6 +270,7 @@ class AdaptiveState:
         """Pass the call to every drafter."""
         for state in self._states:
             state.release(slots)
+        self._adaptive.keep()
 
     def saved(self) -> object:
         """Return what every drafter has saved."""

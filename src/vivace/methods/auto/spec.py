@@ -11,10 +11,13 @@ if TYPE_CHECKING:
 
 
 def _auto(context: MethodContext) -> Drafter:
+    from vivace.files import cache_folder
     from vivace.methods.auto.drafter import Adaptive
+    from vivace.methods.auto.memory import Memory
 
     plain, tried = context.drafters()
-    return Adaptive(tried, plain=plain)
+    place = context.place()
+    return Adaptive(tried, plain=plain, memory=None if place is None else Memory(cache_folder(), place))
 
 
 AUTO = MethodSpec(

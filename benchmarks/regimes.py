@@ -1,0 +1,125 @@
+"""Measure drafts by regime: ``python -m benchmarks.regimes MODEL PROMPTS --adapter DIR --json FILE``.
+
+A regime is a number of sequences, greedy or drawn tokens, a length of prompts and a number of threads. In each, every
+method answers the same prompts in turns, and ``auto`` is compared with the best of the others. ``auto`` begins with
+what it measured in earlier regimes of this run, never with what earlier runs have kept.
+
+PROMPTS is a file of ``benchmarks.chat_drafts prompts``. Long prompts are its documents, several behind one another
+until they have about ``LONG`` tokens, with the last question at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import vivace
+from benchmarks.chat_drafts import Drawing, shown
+from vivace.engine import Engine
+from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
+from vivace.evaluate.others import watched_others
+from vivace.evaluate.provenance import provenance
+from vivace.evaluate.systems import MethodSystem
+from vivace.prompts import Prompt, load_prompts
+
+METHODS = ("plain", "lookup", "quantized+lookup", "auto")
+LONG = 1500
+"""Tokens of a long prompt, about."""
+TOP_P = 0.95
+"""Top-p of drawn answers."""
+
+
+def long_prompts(engine: Engine, rows: Sequence[Prompt], count: int) -> Iterator[str]:
+    """Yield prompts of about ``LONG`` tokens, each of documents of its own."""
+    texts = itertools.cycle(row.request for row in rows if row.task == "documents" and isinstance(row.request, str))
+    for _ in range(count):
+        found = ""
+        while len(engine.tokenizer.encode(found)) < LONG:
+            found = f"{found}\n\n{next(texts)}".strip()
+        yield found
+
+
+def short_prompts(rows: Sequence[Prompt], count: int) -> list[str]:
+    """Return instructions, questions and tasks in turn."""
+    sets = [
+        [row.request for row in rows if row.task == task and isinstance(row.request, str)]
+        for task in ("instructions", "mathematics", "code")
+    ]
+    return [text for group in zip(*sets, strict=False) for text in group][:count]
+
+
+def cells(asked: argparse.Namespace) -> Iterator[tuple[int, int, float, str]]:
+    """Yield threads, batch, temperature and length; one thread only where one or four sequences run."""
+    for threads, batch, temperature, length in itertools.product(
+        asked.threads, asked.batches, asked.temperatures, ("short", "long")
+    ):
+        if threads == max(asked.threads) or batch <= 4:
+            yield threads, batch, temperature, length
+
+
+def measure(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what every method does in each regime, until the time is over."""
+    most = max(asked.prompts, *asked.batches)
+    texts = {"short": short_prompts(rows, most), "long": list(long_prompts(engine, rows, most))}
+    encoded = {
+        name: [BenchmarkPrompt(text, tuple(engine.tokenizer.encode_prompt(text))) for text in found]
+        for name, found in texts.items()
+    }
+    started, report = time.monotonic(), []
+    for threads, batch, temperature, length in cells(asked):
+        if time.monotonic() - started > asked.seconds:
+            print("the time is over")
+            break
+        torch.set_num_threads(threads)
+        prompts = encoded[length][: max(asked.prompts, batch)]
+        one = engine if temperature == 0 else Drawing(engine, temperature, TOP_P)
+        systems = [MethodSystem(name, one, asked.tokens) for name in asked.methods]
+        with watched_others() as others:
+            records = run_benchmark(systems, prompts, batch_size=batch, repeats=asked.repeats, warm_up=1)
+        runs = summarise(records, "plain")
+        tokens = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
+        head = {"category": f"{length}, {threads} threads", "temperature": temperature, "num_prompts": len(prompts)}
+        head |= {"batch": batch, "threads": threads, "length": length, "prompt_tokens": tokens}
+        report.append({**head, "others_cpu_share": others.cpu_share, "runs": [asdict(run) for run in runs]})
+        print(shown(head, runs), flush=True)
+    return report
+
+
+def main() -> None:
+    """Measure and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("file", type=Path, metavar="PROMPTS")
+    parser.add_argument("--adapter", type=Path, help="draft weights of the method quantized")
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
+    parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16])
+    parser.add_argument("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 0.7])
+    parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=[2, 1])
+    parser.add_argument("--prompts", type=int, default=4, help="prompts of a regime, at least the batch")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=600, help="no regime is begun after so many seconds")
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    origin = asdict(provenance(torch.device("cpu")))
+    adapters = {} if asked.adapter is None else {"quantized": asked.adapter}
+    engine = vivace.load(asked.model, adapters=adapters, kernels=asked.kernels, remember=False)
+    report = measure(engine, load_prompts(asked.file), asked)
+    if asked.json is not None:
+        written = {"provenance": origin, "kernels": engine.kernels.name, "tokens": asked.tokens}
+        written |= {"model": asked.model.name, "top_p": TOP_P, "repeats": asked.repeats, "report": report}
+        asked.json.parent.mkdir(parents=True, exist_ok=True)
+        asked.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
