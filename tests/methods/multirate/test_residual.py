@@ -118,7 +118,8 @@ def test_feedback_moves_the_start_only(deep, accelerator) -> None:
 
 
 def test_config_refuses_what_cannot_be(deep: Callable[[torch.dtype], Decoder]) -> None:
-    for fields in ({"exit_layer": 0}, {"mode": "fast"}, {"rank": -1}, {"bottleneck": -1}, {"mode": "lite", "bottleneck": 0}):
+    no_width = {"mode": "lite", "bottleneck": 0}
+    for fields in ({"exit_layer": 0}, {"mode": "fast"}, {"rank": -1}, {"bottleneck": -1}, no_width):
         with pytest.raises(ConfigError):
             MultirateConfig(**fields)
     with pytest.raises(ConfigError, match="exit_layer 6 must lie below the top of a model of 6 layers"):
