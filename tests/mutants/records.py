@@ -103,7 +103,7 @@ MUTANTS = (
     Mutant(
         "top-p leaves out the token that reaches p",
         "src/vivace/core/sampling.py",
-        Replaced("probs.cumsum(-1) - probs >= sampling.top_p", "probs.cumsum(-1) >= sampling.top_p"),
+        Replaced("(before < top_p).sum()", "(ordered.cumsum(-1) < top_p).sum()"),
         ("tests/decode/test_distributions.py::test_the_law_is_transformers",),
     ),
     Mutant(

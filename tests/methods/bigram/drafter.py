@@ -61,7 +61,7 @@ class BigramDrafter(Stateless):
 class BigramObjective(DecoderObjective):
     """Cross entropy of the next token; the model is not asked."""
 
-    def __init__(self, table: BigramTable, loss: object) -> None:
+    def __init__(self, table: BigramTable, loss: object, head: object = None) -> None:
         self.table = table
 
     def groups(self) -> Sequence[Mapping[str, object]]:
