@@ -157,6 +157,10 @@ COMPLETION: Mapping[str, tuple[Any, ...]] = {
     "max_tokens": COUNTS,
     "logprobs": COUNTS,
     "echo": (True, False),
+    "use_beam_search": (True, False),
+    "best_of": COUNTS,
+    "length_penalty": (-100, -1.0, 0, 2.0, 100, 101),
+    "early_stopping": (True, False, "never", "always"),
 }
 LORA: Mapping[str, tuple[Any, ...]] = {
     "lora_name": ("sql", "nobody", "vivace", "", "..", "a/b", "/", "\u0000", "n" * 100, "n" * 101, "a\nb", "%2e%2e"),

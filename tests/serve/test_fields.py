@@ -84,6 +84,8 @@ COMPLETIONS: dict[str, Case] = {
     "logprobs": ({}, {"logprobs": 2}),
     "echo": ({}, {"echo": True}),
 }
+BEAMS = {"use_beam_search", "best_of", "length_penalty", "early_stopping"}
+"""Fields of beam search, which completions take and chats refuse; what each does is in ``test_beams``."""
 ELSEWHERE = {
     "priority": "test_lifetime: it leaves the queue first",
     "cache_salt": "test_sameness: entries are not shared",
@@ -96,7 +98,7 @@ def test_every_field_has_a_case() -> None:
     shared = set(GenerationBody.model_fields)
     assert set(SHARED) | set(ELSEWHERE) == shared
     assert set(CHATS) == set(ChatBody.model_fields) - shared
-    assert set(COMPLETIONS) == set(CompletionBody.model_fields) - shared
+    assert set(COMPLETIONS) | BEAMS == set(CompletionBody.model_fields) - shared
 
 
 LOCAL_SERVERS = """top_k min_p repetition_penalty min_tokens ignore_eos stop_token_ids skip_special_tokens
@@ -108,7 +110,8 @@ def test_every_field_that_local_servers_know_is_decided() -> None:
     """Those of OpenAI's client are in ``test_foreign``."""
     decided = {*ChatBody.model_fields, *CompletionBody.model_fields, *REFUSED}
     assert not {*LOCAL_SERVERS.split()} - decided
-    assert not {*REFUSED} & {*ChatBody.model_fields, *CompletionBody.model_fields}
+    assert not {*REFUSED} & {*ChatBody.model_fields}
+    assert {*REFUSED} & {*CompletionBody.model_fields} == BEAMS
 
 
 def outcome(http: httpx2.Client, path: str, body: dict[str, Any]) -> Any:
