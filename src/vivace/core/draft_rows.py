@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vivace.core.seams import Decided, Draft
 
@@ -111,8 +111,8 @@ class StreamRows:
 class HeadRows:
     """Heads that read the last kept row's normed final residual x; each guesses from x + silu(W x)."""
 
-    mix: Tensor
-    """(heads E, E) W of all heads, one below the other."""
+    mix: nn.Module
+    """``Backend.projection`` of (heads E, E), W of all heads, one below the other."""
     heads: tuple[DraftHead, ...]
     """What the guesses of each are read with."""
     widths: tuple[int, ...]

@@ -295,9 +295,9 @@ class NativeChain:
 
     def _of_heads(self, rows: HeadRows) -> _StreamCall:
         guessing = [self._guessing(ChainPlan(head=head), "bf16") for head in rows.heads]
-        mix, heads = _packed(rows.mix), (CMatrix * len(guessing))(*(each.matrix.struct for each in guessing))
-        call = CHeads(mix=mix.struct, heads=heads, ids=guessing[0].address, count=len(guessing))
-        return _StreamCall(call, rows.widths, (mix, heads, guessing))
+        heads = (CMatrix * len(guessing))(*(each.matrix.struct for each in guessing))
+        call = CHeads(mix=matrix_of(rows.mix), heads=heads, ids=guessing[0].address, count=len(guessing))
+        return _StreamCall(call, rows.widths, (rows.mix, heads, guessing))
 
     def _of_streams(self, stream_rows: StreamRows, drafting: ChainPlan) -> _StreamCall:
         weights, head = drafting.weights, self._guessing(drafting, "bf16")

@@ -16,7 +16,7 @@ probabilities.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,14 +98,11 @@ class Medusa(OwnsNoCache):
         self.model = model
         self.plan = plan
         self.depth = len(plan.widths)
-        self._mix: Callable[[Tensor], Tensor] = model.backend.projection(
-            heads.mix[: self.depth].flatten(0, 1).contiguous()
-        )
+        self._mix = model.backend.projection(heads.mix[: self.depth].flatten(0, 1).contiguous())
         shared = DraftHead(model, vocabulary) if heads.output is None else None
         own = [None] * self.depth if heads.output is None else heads.output
         self._heads = [shared or DraftHead(model, vocabulary, weight) for weight in own[: self.depth]]
-        mix = heads.mix[: self.depth].flatten(0, 1).contiguous()
-        self.head_rows = None if plan.nodes else HeadRows(mix, tuple(self._heads), plan.widths)
+        self.head_rows = None if plan.nodes else HeadRows(self._mix, tuple(self._heads), plan.widths)
         """The heads as data for native code, where it can make whole steps; else None."""
         if self.head_rows is not None and model.backend.chain is not None:
             model.backend.chain.prepare(self.head_rows, ChainPlan())
