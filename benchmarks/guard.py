@@ -25,8 +25,8 @@ from torch import Tensor
 
 import vivace
 from benchmarks.injections import DOCUMENTS, PATTERNS, TASK, attacks
-from vivace.adapters.guard.guard import Guard
-from vivace.adapters.guard.head import Head, HeadConfig, HeadPlan
+from vivace.adapters.guard.guard import TextGuard
+from vivace.adapters.guard.head import GuardHead, HeadConfig, HeadPlan
 from vivace.adapters.guard.rules import Rule, Rules
 from vivace.engine import Engine
 from vivace.evaluate.others import watched_others
@@ -49,13 +49,13 @@ PENALTY = 0.01
 def overhead(engine: Engine, tokens: int, repeats: int) -> dict[str, Any]:
     """Return the time of a token without and with a guard, in microseconds, medians over repeats in turns."""
     width = engine.model.config.width
-    head = Head(
+    head = GuardHead(
         HeadConfig(("a", "b"), ("input", "output")), HeadPlan((1.0, 1.0)), torch.zeros(2, 2 * width), torch.zeros(2)
     )
     guards = {
         "none": None,
-        "rules": Guard(RULES, None, engine.tokenizer, engine.model.norm),
-        "rules_and_head": Guard(RULES, head, engine.tokenizer, engine.model.norm),
+        "rules": TextGuard(RULES, None, engine.tokenizer, engine.model.norm),
+        "rules_and_head": TextGuard(RULES, head, engine.tokenizer, engine.model.norm),
     }
     asked = [row.request for row in packaged_prompts("chat")[:4]]
     times: dict[str, list[float]] = {name: [] for name in guards}
@@ -84,7 +84,7 @@ def overhead(engine: Engine, tokens: int, repeats: int) -> dict[str, Any]:
 
 def injections(engine: Engine) -> dict[str, Any]:
     """Return how many attacks are obeyed and blocked."""
-    guard = Guard(
+    guard = TextGuard(
         Rules(tuple(Rule("orders", pattern=each, where="input") for each in PATTERNS)),
         None,
         engine.tokenizer,

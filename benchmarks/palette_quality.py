@@ -25,7 +25,7 @@ from vivace.checkpoint.files import resolve
 from vivace.checkpoint.gguf.header import read_header
 from vivace.checkpoint.load import load_config, load_decoder
 from vivace.checkpoint.tokenizer import load_tokenizer
-from vivace.evaluate.judging import System, judge, mean_accuracy
+from vivace.evaluate.judging import JudgedSystem, judge, mean_accuracy
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.zeroshot import load_task
 from vivace.palette.compress import CompressConfig, compress
@@ -116,9 +116,9 @@ def quantized(source: Path, stored: Path, out: Path, kind: str, texts: Texts) ->
 
 def add_judgements(rows: dict[str, dict[str, Any]], source: Path, asked: Sequence[Any]) -> None:
     """Judge the stored model and every way on task files, two at a time."""
-    stored = System("stored", vivace.load(source))
+    stored = JudgedSystem("stored", vivace.load(source))
     for name, row in rows.items():
-        found = judge([stored, System(name, vivace.load(row["folder"]))], asked)
+        found = judge([stored, JudgedSystem(name, vivace.load(row["folder"]))], asked)
         row["judgements"] = [asdict(each) for each in found if each.system == name]
         row["mean_accuracy"] = mean_accuracy(found, name)
         row["stored_accuracy"] = mean_accuracy(found, "stored")

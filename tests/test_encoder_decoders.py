@@ -158,7 +158,7 @@ def test_generate_runs_it_and_other_commands_refuse_it(folder: Path, capsys: pyt
     status: Callable[..., int] = run
     assert status([*words, "--num-beams", "2", "--forced-bos-token-id", "40", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["results"][0]["token_ids"][0] == 40
-    for refused in (["check", str(folder)], ["serve", "--model", str(folder)], ["chat", "--model", str(folder)]):
+    for refused in (["check", str(folder)], ["chat", "--model", str(folder)]):
         assert status([*refused]) != 0
         assert "encoder-decoder model" in capsys.readouterr().err
 

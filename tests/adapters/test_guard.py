@@ -12,8 +12,8 @@ import torch
 import vivace
 from tests.every_method import OF_MIXTURES, load_for
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.adapters.guard.guard import Guard, load_guard
-from vivace.adapters.guard.head import Head, HeadConfig, HeadPlan
+from vivace.adapters.guard.guard import TextGuard, load_guard
+from vivace.adapters.guard.head import GuardHead, HeadConfig, HeadPlan
 from vivace.adapters.guard.rules import Rule, Rules
 from vivace.adapters.guard.untrusted import with_material
 from vivace.answer import Result
@@ -37,11 +37,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return vivace.load(make_checkpoint(tmp_path_factory.mktemp("plain"), layers=3, context=1024), dtype="bfloat16")
 
 
-def guard_of(engine: Engine, *rules: Rule, head: Head | None = None) -> Guard:
-    return Guard(Rules(rules), head, engine.tokenizer, engine.model.norm)
+def guard_of(engine: Engine, *rules: Rule, head: GuardHead | None = None) -> TextGuard:
+    return TextGuard(Rules(rules), head, engine.tokenizer, engine.model.norm)
 
 
-def answer(engine: Engine, guard: Guard | None, prompt: str = PROMPT, **settings: Any) -> Result:
+def answer(engine: Engine, guard: TextGuard | None, prompt: str = PROMPT, **settings: Any) -> Result:
     engine.guard = guard
     try:
         return engine.generate(prompt, **{"max_new_tokens": NEW, "method": "plain", "ignore_eos": True} | settings)[0]
@@ -56,11 +56,11 @@ def forbidding(text: str) -> Rule:
     return Rule("forbidden", pattern=regex.escape(text), where="output")
 
 
-def head_of(engine: Engine, where: str, threshold: float, seed: int = 0) -> Head:
+def head_of(engine: Engine, where: str, threshold: float, seed: int = 0) -> GuardHead:
     """A head of random weights."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(1, 2 * engine.model.config.width, generator=generator)
-    return Head(HeadConfig(("odd",), (where,)), HeadPlan((threshold,)), weight, torch.zeros(1))
+    return GuardHead(HeadConfig(("odd",), (where,)), HeadPlan((threshold,)), weight, torch.zeros(1))
 
 
 @pytest.mark.parametrize("sampling", [{}, HOT], ids=["greedy", "sampled"])
@@ -195,7 +195,7 @@ def test_heads_and_rules_are_read_from_files(engine: Engine, tmp_path: Path) -> 
     weights.write_bytes(weights.read_bytes()[:-8])
     with pytest.raises(CorruptError):
         load_guard(tmp_path / "g", engine.folder, engine.model, engine.tokenizer)
-    Head(head.config, head.plan, head.weight * torch.nan, head.bias).save(tmp_path / "nan", engine.folder)
+    GuardHead(head.config, head.plan, head.weight * torch.nan, head.bias).save(tmp_path / "nan", engine.folder)
     with pytest.raises(CorruptError, match="not finite"):
         load_guard(tmp_path / "nan", engine.folder, engine.model, engine.tokenizer)
     with pytest.raises(ConfigError, match="a threshold is above 0"):

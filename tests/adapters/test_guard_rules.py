@@ -12,7 +12,7 @@ import pytest
 
 from vivace.adapters.guard.guard import read_rules
 from vivace.adapters.guard.numbers import is_card, is_iban
-from vivace.adapters.guard.rules import SEARCH_S, Rule, Search
+from vivace.adapters.guard.rules import SEARCH_S, Rule, RuleSearch
 from vivace.errors import ConfigError, CorruptError, UnsupportedError
 
 EMAIL, CARD, IBAN = (Rule(kind, kind) for kind in ("email", "card", "iban"))  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ CLEAN = [
 
 def read_in_pieces(rule: Rule, text: str, cuts: list[int]) -> tuple[int | None, int]:
     """Return where the rule was found, and how many characters had been shown by then."""
-    search, shown = Search(rule), 0
+    search, shown = RuleSearch(rule), 0
     for stop in cuts:
         found = search.look(text[:stop])
         if found.is_certain:
@@ -65,7 +65,7 @@ def test_found_in_any_division_and_no_character_of_it_was_shown(rule: Rule, text
 def test_what_is_none_is_not_found(rule: Rule, text: str) -> None:
     for cuts in (list(range(1, len(text) + 1)), []):
         assert read_in_pieces(rule, text, cuts)[0] is None
-    assert Search(rule).look(text + " and so on, and on").start > len(text), "and is not held back for ever"
+    assert RuleSearch(rule).look(text + " and so on, and on").start > len(text), "and is not held back for ever"
 
 
 def test_check_digits() -> None:
@@ -85,7 +85,7 @@ def test_a_pattern_that_explodes_is_an_error_and_hangs_nothing() -> None:
     rule = Rule("bomb", pattern=r"(?:(?:a|a)+b?)+c(?<=x)")
     begun = time.perf_counter()
     with pytest.raises(UnsupportedError, match="rule 'bomb' takes too long on this text"):
-        Search(rule).look("a" * 60 + "!")
+        RuleSearch(rule).look("a" * 60 + "!")
     assert time.perf_counter() - begun < 20 * SEARCH_S
 
 

@@ -16,8 +16,8 @@ from tests.adapters.loras import make_lora
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.engine import Engine
 from vivace.errors import CapacityError, ConfigError, CorruptError, MismatchError
-from vivace.evaluate.judging import System, judge, mean_accuracy
-from vivace.evaluate.likelihood import Question, Reader, dense_logits, log_likelihoods, question_of
+from vivace.evaluate.judging import JudgedSystem, judge, mean_accuracy
+from vivace.evaluate.likelihood import ContextOptions, LikelihoodReader, dense_logits, log_likelihoods, question_of
 from vivace.evaluate.zeroshot import TaskRow, convert_task, load_task
 
 CHOICES = [
@@ -68,8 +68,10 @@ def test_branches_are_read_as_whole_texts_are(folder: Path, kernels: str) -> Non
         return tuple(torch.randint(4, 300, (count,), generator=drawn).tolist())
 
     for context, lengths in [(1, (1, 5)), (140, (3, 1, 70, 2, 30, 33)), (9, (120,)), (1, (40,))]:
-        question = Question(tokens(context), tuple(tokens(length) for length in lengths))
-        for found, expected in zip(Reader(model).logits(question), dense_logits(model, question), strict=True):
+        question = ContextOptions(tokens(context), tuple(tokens(length) for length in lengths))
+        for found, expected in zip(
+            LikelihoodReader(model).logits(question), dense_logits(model, question), strict=True
+        ):
             torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
 
 
@@ -97,7 +99,7 @@ def test_a_model_beside_itself_differs_in_nothing_and_beside_another_by_what_a_h
 ) -> None:
     other = vivace.load(make_checkpoint(tmp_path / "other", seed=1), dtype="float32")
     rows = [*CHOICES, *SCHEMA, *TEXT]
-    found = judge([System("a", engine), System("same", engine), System("b", other)], rows, window=32)
+    found = judge([JudgedSystem("a", engine), JudgedSystem("same", engine), JudgedSystem("b", other)], rows, window=32)
     by_name = {(one.task, one.system): one for one in found}
     assert len(found) == 9
     for task in ("places", "who", "text"):
@@ -133,7 +135,7 @@ def test_perplexity_and_divergence_of_a_text_are_those_of_its_windows(engine: En
         lost -= float(mine.gather(1, torch.tensor(piece[1:])[:, None]).sum())
         apart += float((theirs.exp() * (theirs - mine)).sum())
         count += len(piece) - 1
-    _, found = judge([System("a", engine), System("b", other)], TEXT, window=32)
+    _, found = judge([JudgedSystem("a", engine), JudgedSystem("b", other)], TEXT, window=32)
     assert found.perplexity == pytest.approx(math.exp(lost / count), rel=1e-4)
     assert found.kl == pytest.approx(apart / count, rel=1e-4)
 
@@ -198,4 +200,4 @@ def test_texts_beyond_the_context_and_other_tokenizers_are_refused(
     swapped.write_text(json.dumps(spec))
     other = vivace.load(swapped.parent, dtype="float32")
     with pytest.raises(MismatchError, match="differ"):
-        judge([System("a", engine), System("b", other)], CHOICES)
+        judge([JudgedSystem("a", engine), JudgedSystem("b", other)], CHOICES)

@@ -9,10 +9,10 @@ import pytest
 
 from vivace.errors import CorruptError, MismatchError
 from vivace.parallel.partition import Costs, alone_s, even, first_token_s, gathered_s, predicted_s
-from vivace.parallel.partition_table import Entry, Table, read_table, save_table, search
+from vivace.parallel.partition_table import PartitionEntry, Table, read_table, save_table, search
 
 COSTS = Costs(project_s=1e-6, feed_s=9e-6, attend_s=2e-8, num_layers=6, latency_s=1e-4, entry_s=2e-7)
-TABLE = Table((Entry(1024, (640, 384), 1.0, 1.1), Entry(4096, (2816, 1280), 5.0, 6.0)))
+TABLE = Table((PartitionEntry(1024, (640, 384), 1.0, 1.1), PartitionEntry(4096, (2816, 1280), 5.0, 6.0)))
 FACTS = {"ranks": 2, "dtype": "float32", "kernels": "torch", "threads": 1}
 
 

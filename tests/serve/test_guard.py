@@ -15,8 +15,8 @@ import torch
 import vivace
 from tests.serve.conftest import Local, local
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.adapters.guard.guard import Guard
-from vivace.adapters.guard.head import Head, HeadConfig, HeadPlan
+from vivace.adapters.guard.guard import TextGuard
+from vivace.adapters.guard.head import GuardHead, HeadConfig, HeadPlan
 from vivace.adapters.guard.rules import Rule, Rules
 from vivace.engine import Engine
 from vivace.serve.config import ServeConfig
@@ -44,8 +44,8 @@ def running(engine: Engine, free: str) -> Iterator[Local]:
         Rule("bomb", pattern=r"(?:(?:a|a)+b?)+c(?<=x)", where="input"),
     )
     weight = torch.randn(1, 2 * engine.model.config.width, generator=torch.Generator().manual_seed(0)) / 100
-    head = Head(HeadConfig(("odd",), ("input",)), HeadPlan((1.0,)), weight, torch.zeros(1))
-    engine.guard = Guard(Rules(rules), head, engine.tokenizer, engine.model.norm)
+    head = GuardHead(HeadConfig(("odd",), ("input",)), HeadPlan((1.0,)), weight, torch.zeros(1))
+    engine.guard = TextGuard(Rules(rules), head, engine.tokenizer, engine.model.norm)
     with local(engine, ServeConfig(served_model_name="tiny", num_slots=4)) as server:
         yield server
     engine.guard = None

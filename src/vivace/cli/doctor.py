@@ -136,12 +136,12 @@ def _blocks(engine: Engine) -> str:
 def _remembered(engine: Engine) -> str:
     """Return what ``auto`` has measured on this machine in earlier runs, and where that is kept."""
     from vivace.files import cache_folder
-    from vivace.methods.auto.memory import Memory, report
+    from vivace.methods.auto.memory import KeptMeasurements, report
 
     place = engine.methods.place
     if place is None or not engine.methods.remembers:
         return "measures anew in every run"
-    return report(Memory(cache_folder(), place))
+    return report(KeptMeasurements(cache_folder(), place))
 
 
 def _try_method(engine: Engine, method: MethodSpec) -> str:

@@ -37,7 +37,7 @@ def judge_models(
     as_json: bool,
 ) -> None:
     """Judge models on task files and print what was found; the first model is the one that others are compared with."""
-    from vivace.evaluate.judging import System, judge, mean_accuracy
+    from vivace.evaluate.judging import JudgedSystem, judge, mean_accuracy
     from vivace.evaluate.provenance import provenance
     from vivace.evaluate.zeroshot import load_task
 
@@ -45,9 +45,11 @@ def judge_models(
     systems = []
     for name in models:
         engine = open_engine(name, (), load, use=use)
-        systems.append(System(engine.folder.name if name else "shipped", engine, use))
+        systems.append(JudgedSystem(engine.folder.name if name else "shipped", engine, use))
     if len({system.name for system in systems}) < len(systems):
-        systems = [System(name or "shipped", each.engine, use) for name, each in zip(models, systems, strict=True)]
+        systems = [
+            JudgedSystem(name or "shipped", each.engine, use) for name, each in zip(models, systems, strict=True)
+        ]
     with console.progress("judging") as progress:
         found = judge(systems, rows, on_progress=progress)
     if as_json:

@@ -18,7 +18,7 @@ from vivace.errors import ConfigError
 
 if TYPE_CHECKING:
     from vivace.engine import Engine
-    from vivace.parallel.partition_table import Entry
+    from vivace.parallel.partition_table import PartitionEntry
     from vivace.parallel.runahead import RunaheadPrefill
 
 RUNAHEAD = "runahead"
@@ -78,7 +78,7 @@ def tune_runahead(
         console.json({"facts": facts, "entries": [asdict(entry) for entry in entries]})
 
 
-def searched(engine: Engine, prefill: RunaheadPrefill, prompt: Sequence[int]) -> Entry:
+def searched(engine: Engine, prefill: RunaheadPrefill, prompt: Sequence[int]) -> PartitionEntry:
     """Return the fastest pieces of a prompt that are found, beside equal ones.
 
     Raises:
@@ -86,7 +86,7 @@ def searched(engine: Engine, prefill: RunaheadPrefill, prompt: Sequence[int]) ->
     """
     from vivace.evaluate.ways import GRID
     from vivace.parallel.partition import even
-    from vivace.parallel.partition_table import Entry, search
+    from vivace.parallel.partition_table import PartitionEntry, search
 
     length = len(prompt) - 1
     if length <= GRID:
@@ -109,5 +109,5 @@ def searched(engine: Engine, prefill: RunaheadPrefill, prompt: Sequence[int]) ->
     counts, seconds = search(start, GRID, measure, MOST)
     prefill.fixed = None
     if even_s < seconds:
-        return Entry(length, tuple(equal), even_s, even_s)
-    return Entry(length, tuple(counts), seconds, even_s)
+        return PartitionEntry(length, tuple(equal), even_s, even_s)
+    return PartitionEntry(length, tuple(counts), seconds, even_s)

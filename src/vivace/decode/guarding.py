@@ -22,7 +22,7 @@ Action = Literal["allow", "flag", "block"]
 """What follows from a verdict: nothing, a note in the statistics, or the end of the text."""
 
 
-class Verdict(NamedTuple):
+class GuardVerdict(NamedTuple):
     """What a guard says about a text; never a part of the text itself."""
 
     category: str | None
@@ -37,7 +37,7 @@ class Verdict(NamedTuple):
         return self.action == "block"
 
 
-ALLOWED = Verdict(None, 0.0, "allow")
+ALLOWED = GuardVerdict(None, 0.0, "allow")
 """Nothing was found."""
 
 
@@ -56,7 +56,7 @@ class Watch(Protocol):
         """Take residuals of prompt tokens after the last layer, (n, E), the next ones in order."""
         ...
 
-    def take(self, tokens: Sequence[int], hidden: Tensor) -> Verdict:
+    def take(self, tokens: Sequence[int], hidden: Tensor) -> GuardVerdict:
         """Judge the text with further tokens.
 
         Args:
@@ -72,7 +72,7 @@ class Watch(Protocol):
         """
         ...
 
-    def end(self) -> Verdict:
+    def end(self) -> GuardVerdict:
         """Judge the text as one that ends here."""
         ...
 

@@ -13,7 +13,7 @@ from vivace.core.low_rank import AdapterSource
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Drafter, Prefix
 from vivace.decode.beams import BeamPlan, Hypothesis
-from vivace.decode.guarding import Guarding, Verdict
+from vivace.decode.guarding import Guarding, GuardVerdict
 from vivace.decode.prefill import FULL, Prefill
 from vivace.decode.stats import DecodeStats
 from vivace.errors import CapacityError, ConfigError, NoTokenError, VivaceError
@@ -135,7 +135,7 @@ class Request:
     """Judges the text while it is written; nothing of it is shown before."""
     lead: Lead | None = field(default=None, compare=False)
     """Entries that stand in front of the text and belong to no token; None for none."""
-    refused: Verdict | None = None
+    refused: GuardVerdict | None = None
     """A guard's verdict on the prompt, known before it is read; if there is one, it is not read."""
     prefix: Prefix | None = None
     """A cache of prompts: asked for entries of this prompt before it is prefilled, and given its entries afterwards."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from vivace.adapters.guard.guard import Guard, guarded
+from vivace.adapters.guard.guard import TextGuard, guarded
 from vivace.adapters.guard.untrusted import with_material
 from vivace.adapters.lora import draft_weights_of
 from vivace.adapters.pool.pool import AUTO, PromptPool, behind
@@ -81,7 +81,7 @@ class Engine:
         """Entries of prompts that were read, shared by all calls."""
         self.prompt_cache: PromptCache | None = None
         """The same on disk, shared with later processes."""
-        self.guard: Guard | None = None
+        self.guard: TextGuard | None = None
         """What judges prompts and answers; None for nothing."""
         self.prompt_pool: PromptPool | None = None
         """Soft prompts, of which each request gets one; None for none."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vivace.checkpoint.tokenizer import require_same_pieces
 from vivace.evaluate.bootstrap import Interval, paired_bootstrap
-from vivace.evaluate.likelihood import Judged, Question, Reader, likelihood, question_of
+from vivace.evaluate.likelihood import ContextOptions, LikelihoodReader, ScoredOptions, likelihood, question_of
 from vivace.evaluate.zeroshot import TaskRow
 from vivace.train.distillation import divergence
 
@@ -32,11 +32,11 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class System:
+class JudgedSystem:
     """A model as it is judged."""
 
     name: str
-    engine: Judged
+    engine: ScoredOptions
     adapter: str | None = None
     """Name of the LoRA that it wears."""
 
@@ -83,7 +83,11 @@ class Judgement:
 
 @torch.inference_mode()
 def judge(
-    systems: Sequence[System], rows: Sequence[TaskRow], *, window: int = WINDOW, on_progress: Progress | None = None
+    systems: Sequence[JudgedSystem],
+    rows: Sequence[TaskRow],
+    *,
+    window: int = WINDOW,
+    on_progress: Progress | None = None,
 ) -> list[Judgement]:
     """Judge systems on the rows of task files, task by task.
 
@@ -120,15 +124,15 @@ def mean_accuracy(found: Sequence[Judgement], system: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _reader(system: System) -> Reader:
-    return Reader(system.engine.model, system.engine.adapters.worn(system.adapter))
+def _reader(system: JudgedSystem) -> LikelihoodReader:
+    return LikelihoodReader(system.engine.model, system.engine.adapters.worn(system.adapter))
 
 
-def _longest(systems: Sequence[System]) -> int:
+def _longest(systems: Sequence[JudgedSystem]) -> int:
     return min(system.engine.model.config.max_positions for system in systems)
 
 
-def _pieces(row: TaskRow, engine: Judged, window: int) -> Iterator[TaskRow | Question]:
+def _pieces(row: TaskRow, engine: ScoredOptions, window: int) -> Iterator[TaskRow | ContextOptions]:
     """Yield a row of choices as it is, and a text in windows."""
     if row.text is None:
         yield row
@@ -137,20 +141,23 @@ def _pieces(row: TaskRow, engine: Judged, window: int) -> Iterator[TaskRow | Que
     for at in range(0, len(tokens) - 1, window):
         piece = tuple(tokens[at : at + window])
         if len(piece) > 1:
-            yield Question(piece[:1], (piece[1:],))
+            yield ContextOptions(piece[:1], (piece[1:],))
 
 
 def _mark(
-    row: TaskRow | Question, systems: Sequence[System], readers: Sequence[Reader], marks: Sequence[Marks]
+    row: TaskRow | ContextOptions,
+    systems: Sequence[JudgedSystem],
+    readers: Sequence[LikelihoodReader],
+    marks: Sequence[Marks],
 ) -> None:
     """Let all systems read one row, and note what each makes of it."""
     first: list[Tensor] = []
     for system, reader, own in zip(systems, readers, marks, strict=True):
-        asked = [row] if isinstance(row, Question) else list(_questions(row, system.engine))
+        asked = [row] if isinstance(row, ContextOptions) else list(_questions(row, system.engine))
         logits = [each for question in asked for each in reader.logits(question)]
         options = [option for question in asked for option in question.options]
         values = [likelihood(*each) for each in zip(logits, options, strict=True)]
-        gold = 0 if isinstance(row, Question) else row.gold or 0
+        gold = 0 if isinstance(row, ContextOptions) else row.gold or 0
         own.lost.append(-values[gold].total)
         own.counts.append(values[gold].num_tokens)
         if isinstance(row, TaskRow):
@@ -169,7 +176,7 @@ def _mark(
             own.num_compared.append(sum(map(len, logits)))
 
 
-def _questions(row: TaskRow, engine: Judged) -> Iterator[Question]:
+def _questions(row: TaskRow, engine: ScoredOptions) -> Iterator[ContextOptions]:
     for context in row.contexts:
         yield question_of(engine.tokenizer, context, row.options)
 

@@ -36,7 +36,7 @@ Tokens = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Question:
+class ContextOptions:
     """A context and the ways in which it may go on, in tokens."""
 
     context: tuple[int, ...]
@@ -58,7 +58,7 @@ class Likelihood:
     """Whether each of its tokens is the likeliest one."""
 
 
-class Judged(Protocol):
+class ScoredOptions(Protocol):
     """The part of an engine that is used here."""
 
     model: Decoder
@@ -67,7 +67,7 @@ class Judged(Protocol):
 
 
 def log_likelihoods(
-    engine: Judged,
+    engine: ScoredOptions,
     rows: Sequence[tuple[str | Tokens, Sequence[str | Tokens]]],
     *,
     adapter: str | None = None,
@@ -83,7 +83,7 @@ def log_likelihoods(
         ConfigError: a context or an option is empty.
         CapacityError: a text is longer than the model's context.
     """
-    reader = Reader(engine.model, engine.adapters.worn(adapter))
+    reader = LikelihoodReader(engine.model, engine.adapters.worn(adapter))
     found = []
     for context, options in rows:
         question = question_of(engine.tokenizer, context, options)
@@ -91,14 +91,14 @@ def log_likelihoods(
     return found
 
 
-def question_of(tokenizer: Tokenizer, context: str | Tokens, options: Sequence[str | Tokens]) -> Question:
+def question_of(tokenizer: Tokenizer, context: str | Tokens, options: Sequence[str | Tokens]) -> ContextOptions:
     """Return a question in tokens.
 
     Text is encoded whole, context and option together, and divided where all options and the context alone still have
     the same tokens. So an option has the tokens that it has in the text, also where a token spans the border.
     """
     if not isinstance(context, str):
-        return Question(tuple(context), tuple(_ids(tokenizer, option) for option in options))
+        return ContextOptions(tuple(context), tuple(_ids(tokenizer, option) for option in options))
     alone = tokenizer.encode(context)
     wholes = [
         tokenizer.encode(context + option) if isinstance(option, str) else [*alone, *option] for option in options
@@ -106,7 +106,7 @@ def question_of(tokenizer: Tokenizer, context: str | Tokens, options: Sequence[s
     shared = min(len(alone), *(len(whole) - 1 for whole in wholes))
     while shared > 1 and any(whole[:shared] != alone[:shared] for whole in wholes):
         shared -= 1
-    return Question(tuple(alone[:shared]), tuple(tuple(whole[shared:]) for whole in wholes))
+    return ContextOptions(tuple(alone[:shared]), tuple(tuple(whole[shared:]) for whole in wholes))
 
 
 def _ids(tokenizer: Tokenizer, option: str | Tokens) -> tuple[int, ...]:
@@ -120,7 +120,7 @@ def likelihood(logits: Tensor, option: Tokens) -> Likelihood:
     return Likelihood(float(total), len(option), bool((logits.argmax(-1) == at).all()))
 
 
-def dense_logits(model: Decoder, question: Question) -> list[Tensor]:
+def dense_logits(model: Decoder, question: ContextOptions) -> list[Tensor]:
     """Return the same as ``Reader.logits`` from whole texts, each read without a cache: the oracle."""
     found = []
     for option in question.options:
@@ -131,7 +131,7 @@ def dense_logits(model: Decoder, question: Question) -> list[Tensor]:
     return found
 
 
-class Reader:
+class LikelihoodReader:
     """Reads questions with a model, natively where it has native kernels."""
 
     def __init__(self, model: Decoder, adapter: AdapterSource | None = None) -> None:
@@ -146,7 +146,7 @@ class Reader:
         self.adapter = adapter
 
     @torch.inference_mode()
-    def logits(self, question: Question) -> list[Tensor]:
+    def logits(self, question: ContextOptions) -> list[Tensor]:
         """Return the logits before each token of each option, (tokens of the option, V) float32 each.
 
         Raises:
@@ -172,7 +172,7 @@ class Reader:
             for state in states:
                 state.release([0])
 
-    def _branches(self, question: Question, cache: KVCache, states: Sequence[SlotState]) -> list[Tensor]:
+    def _branches(self, question: ContextOptions, cache: KVCache, states: Sequence[SlotState]) -> list[Tensor]:
         """Return the residuals before each token of each option."""
         context = question.context
         if len(question.options) == 1:  # a chain: read as a prompt, however long

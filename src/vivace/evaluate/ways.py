@@ -49,7 +49,7 @@ class WayTime:
     interface_in: int | None
 
 
-class Answering(Protocol):
+class WayAnswering(Protocol):
     """What is asked: an engine."""
 
     model: Decoder
@@ -66,9 +66,9 @@ class Ways:
     def __init__(
         self,
         loading: EveryLoading,
-        whole: Answering,
-        share: Answering,
-        stages: Answering,
+        whole: WayAnswering,
+        share: WayAnswering,
+        stages: WayAnswering,
         names: Sequence[str],
         *,
         interface: str | None = None,
@@ -184,7 +184,7 @@ class Ways:
         equal = name == "runahead-even" or name.startswith("sequence")
         return even(length, min(ranks, -(-length // GRID)), GRID) if equal else None
 
-    def _engine(self, name: str) -> Answering:
+    def _engine(self, name: str) -> WayAnswering:
         """Return the engine of a way, with that way set."""
         if name.startswith("tensor"):
             self._loading.use(name.partition(":")[2] or "same")
@@ -250,7 +250,7 @@ def interface_counters(interface: str | None) -> dict[str, int]:
     return {name: int((folder / name).read_text()) for name in names}
 
 
-def world_facts(engine: Answering) -> dict[str, Any]:
+def world_facts(engine: WayAnswering) -> dict[str, Any]:
     """Return what was measured of the ranks: link and costs of a layer."""
     world = engine.world
     assert world is not None

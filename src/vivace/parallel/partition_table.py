@@ -23,7 +23,7 @@ GAIN = 0.995
 
 
 @dataclass(frozen=True)
-class Entry:
+class PartitionEntry:
     """The best pieces that were found for one length."""
 
     length: int
@@ -36,7 +36,7 @@ class Entry:
 class Table:
     """Entries in the order of their lengths."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[PartitionEntry, ...]
 
     def counts(self, length: int, grid: int) -> list[int]:
         """Return the pieces of a prompt: those of the table, or between those of its neighbours, on the grid."""
@@ -53,7 +53,7 @@ class Table:
         return on_grid(bounds, length, grid)
 
 
-def _bounds(entry: Entry) -> list[int]:
+def _bounds(entry: PartitionEntry) -> list[int]:
     return list(accumulate(entry.counts))[:-1]
 
 
@@ -122,7 +122,7 @@ def read_table(folder: Path, base: str, facts: Mapping[str, Any]) -> Table:
                 "vivace tune runahead"
             )
     try:
-        entries = [Entry(int(n), tuple(map(int, c)), float(s), float(e)) for n, c, s, e in config["entries"]]
+        entries = [PartitionEntry(int(n), tuple(map(int, c)), float(s), float(e)) for n, c, s, e in config["entries"]]
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"{folder} holds no table of partitions") from error
     if not entries or any(sum(entry.counts) != entry.length or min(entry.counts) < 1 for entry in entries):

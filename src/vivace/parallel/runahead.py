@@ -134,7 +134,7 @@ class RunaheadPrefill:
                 )
                 place = place_of(0, counts)
                 assert place is not None
-                run_piece(world, model, cache, slot, tokens, place, Reading(chunk, WAYS[way], counts))
+                run_piece(world, model, cache, slot, tokens, place, PieceReading(chunk, WAYS[way], counts))
             except BaseException as error:
                 world.close(f"{type(error).__name__}: {error}")
                 raise
@@ -202,12 +202,12 @@ class RunaheadFollower:
         cache.set_aside(0, stop)
         cache.extend([0], [stop])
         cache.prompts[0] = length
-        run_piece(self._world, self._decoder, cache, 0, tokens, place, Reading(chunk, way, counts))
+        run_piece(self._world, self._decoder, cache, 0, tokens, place, PieceReading(chunk, way, counts))
         self._world.links.flush()
 
 
 @dataclass(frozen=True)
-class Reading:
+class PieceReading:
     """How a prompt is read by all ranks."""
 
     chunk: int
@@ -224,7 +224,7 @@ def run_piece(
     slot: int,
     tokens: Sequence[int],
     place: ChainPlace,
-    reading: Reading,
+    reading: PieceReading,
 ) -> None:
     """Compute one rank's piece of a prompt, and leave in its slot the entries of all tokens up to its end.
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vivace.adapters.guard.head import Head, HeadConfig, HeadPlan
+from vivace.adapters.guard.head import GuardHead, HeadConfig, HeadPlan
 from vivace.adapters.guard.watch import features_of
 from vivace.core.step import Step
 from vivace.decode.guarding import Action
@@ -108,7 +108,7 @@ def learn_guard(
         heads.append((weight, bias))
     config = HeadConfig(categories, (recipe.where,) * len(categories))
     plan = HeadPlan(tuple(each.threshold for each in fitted), recipe.action)
-    head = Head(config, plan, torch.stack([w for w, _ in heads]), torch.stack([b for _, b in heads]))
+    head = GuardHead(config, plan, torch.stack([w for w, _ in heads]), torch.stack([b for _, b in heads]))
     head.save(out, engine.folder)
     return fitted
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from vivace.adapters.guard.guard import Guard, GuardedPrompt
+from vivace.adapters.guard.guard import GuardedPrompt, TextGuard
 from vivace.decode.request import Request
 from vivace.engine import Engine, Options
 from vivace.serve.api_error import APIError
@@ -30,7 +30,7 @@ class Moderation:
         self._max_model_len = max_model_len
 
     @property
-    def guard(self) -> Guard:
+    def guard(self) -> TextGuard:
         """Return the engine's guard.
 
         Raises:

@@ -76,13 +76,13 @@ Draw = Callable[[random.Random, int], Sequence[Pair]]
 """A function that returns the pairs of an epoch, given a generator seeded for that epoch and the epoch's number."""
 
 
-class Conversation(str):
+class Turns(str):
     """The turns before an answer, in place of a prompt's text: JSON, since pairs are of texts."""
 
     @staticmethod
-    def of(messages: Sequence[Message]) -> Conversation:
+    def of(messages: Sequence[Message]) -> Turns:
         """Return turns as a prompt."""
-        return Conversation(json.dumps(list(messages), ensure_ascii=False))
+        return Turns(json.dumps(list(messages), ensure_ascii=False))
 
     @property
     def messages(self) -> list[Message]:
@@ -93,7 +93,7 @@ class Conversation(str):
 
 def asked(prompt: str) -> str | list[Message]:
     """Return the prompt of a pair as ``Tokenizer.encode_prompt`` takes it."""
-    return prompt.messages if isinstance(prompt, Conversation) else prompt
+    return prompt.messages if isinstance(prompt, Turns) else prompt
 
 
 def check_turns(prompt: Prompt) -> None:
@@ -151,11 +151,9 @@ def pairs_of_row(prompt: Prompt, number: int) -> list[Pair]:
         raise ConfigError(f"row {number}: {error}") from error
     turns = cast("list[Message]", prompt.request)
     said = [
-        (Conversation.of(turns[:place]), turn["content"])
-        for place, turn in enumerate(turns)
-        if turn["role"] == "assistant"
+        (Turns.of(turns[:place]), turn["content"]) for place, turn in enumerate(turns) if turn["role"] == "assistant"
     ]
-    return [*said, *((Conversation.of(turns), answer) for answer in prompt.references)]
+    return [*said, *((Turns.of(turns), answer) for answer in prompt.references)]
 
 
 def texts_of(prompts: Sequence[Prompt]) -> list[str]:
@@ -245,7 +243,7 @@ class Rows:
         return collate(rows, self.device)
 
     def _template(self, prompt: str) -> str:
-        if isinstance(prompt, Conversation):
+        if isinstance(prompt, Turns):
             return self._tokenizer.prompt_text(prompt.messages)
         if not self._tokenizer.has_template:
             return prompt

@@ -10,7 +10,7 @@ from vivace.core.seams import Verdict, VerifiedStep
 from vivace.decode.plain import NoDrafts
 from vivace.methods.auto.drafter import Adaptive
 from vivace.methods.auto.measured import LONGEST
-from vivace.methods.auto.memory import Memory
+from vivace.methods.auto.memory import KeptMeasurements
 from vivace.methods.auto.regime import Regime
 
 ONE = Regime(1)
@@ -47,7 +47,7 @@ class Machine:
 
     drafters: Sequence[Simulated]
     seed: int = 0
-    memory: Memory | None = None
+    memory: KeptMeasurements | None = None
     noise: float = 0.1
     """Times are within this share of what they should be."""
     now: float = 0.0

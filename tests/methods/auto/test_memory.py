@@ -14,14 +14,14 @@ import pytest
 from tests.methods.auto.simulated import Machine, Simulated
 from vivace.methods.auto.drafter import SAVE_STEPS
 from vivace.methods.auto.measured import Measured, Sums
-from vivace.methods.auto.memory import FILE, MOST_PLACES, Memory, report
+from vivace.methods.auto.memory import FILE, MOST_PLACES, KeptMeasurements, report
 from vivace.methods.auto.regime import Regime, length_class
 
 OWN = Simulated("own", 0.15, 0.03, 0.85)
 LOOKUP = Simulated("lookup", 0.0, 0.05, 0.5)
 
 
-def worked(memory: Memory, *drafters: Simulated) -> Machine:
+def worked(memory: KeptMeasurements, *drafters: Simulated) -> Machine:
     """A machine that has decoded for a while and kept what it measured."""
     machine = Machine(drafters or (LOOKUP, OWN), memory=memory)
     machine.run(300)
@@ -37,41 +37,41 @@ def measured(rate: float = 1.0) -> dict[str, tuple[Sums, int]]:
 
 
 def test_the_next_run_begins_where_this_one_ended(tmp_path: Path) -> None:
-    memory = Memory(tmp_path, "here")
+    memory = KeptMeasurements(tmp_path, "here")
     worked(memory)
-    later = Machine((LOOKUP, OWN), 1, Memory(tmp_path, "here"))
+    later = Machine((LOOKUP, OWN), 1, KeptMeasurements(tmp_path, "here"))
     later.run(30)
     assert set(later.used) == {2}, "nothing is measured that is known"
-    elsewhere = Machine((LOOKUP, OWN), 1, Memory(tmp_path, "another machine"))
+    elsewhere = Machine((LOOKUP, OWN), 1, KeptMeasurements(tmp_path, "another machine"))
     elsewhere.run(30)
     assert set(elsewhere.used) == {0, 1, 2}
 
 
 def test_numbers_come_back_as_they_were(tmp_path: Path) -> None:
-    machine = worked(Memory(tmp_path, "here"))
+    machine = worked(KeptMeasurements(tmp_path, "here"))
     for (regime, index), arm in machine.auto._measured.items():
-        usual, steps = Memory(tmp_path, "here").read()[regime][["plain", "lookup", "own"][index]]
+        usual, steps = KeptMeasurements(tmp_path, "here").read()[regime][["plain", "lookup", "own"][index]]
         assert steps == arm.steps
         np.testing.assert_allclose(usual.numbers, arm.usual.numbers, rtol=1e-5)
 
 
 def test_a_new_drafter_is_measured_beside_those_that_are_known(tmp_path: Path) -> None:
-    worked(Memory(tmp_path, "here"), LOOKUP)
-    later = Machine((LOOKUP, OWN), 1, Memory(tmp_path, "here"))
+    worked(KeptMeasurements(tmp_path, "here"), LOOKUP)
+    later = Machine((LOOKUP, OWN), 1, KeptMeasurements(tmp_path, "here"))
     later.run(30)
     assert later.used[:4] == [2, 2, 2, 2], "once to warm up, which does not count, and three times"
 
 
 def test_what_has_changed_since_is_found_out(tmp_path: Path) -> None:
     """The file says that drafts pay here, and they do not any more."""
-    worked(Memory(tmp_path, "here"))
-    later = Machine((replace(LOOKUP, chance=0.02), replace(OWN, chance=0.02)), 1, Memory(tmp_path, "here"))
+    worked(KeptMeasurements(tmp_path, "here"))
+    later = Machine((replace(LOOKUP, chance=0.02), replace(OWN, chance=0.02)), 1, KeptMeasurements(tmp_path, "here"))
     later.run(400)
     assert later.used[-40:].count(0) > 24
 
 
 def test_little_is_not_worth_a_file(tmp_path: Path) -> None:
-    machine = Machine((OWN,), memory=Memory(tmp_path, "here"))
+    machine = Machine((OWN,), memory=KeptMeasurements(tmp_path, "here"))
     while machine.auto._unsaved < SAVE_STEPS - 1:
         machine.step(Regime(1))
     machine.auto.keep()
@@ -104,28 +104,28 @@ def test_a_damaged_file_means_measuring_anew_and_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     (tmp_path / FILE).write_text(text)
-    memory = Memory(tmp_path, "here")
+    memory = KeptMeasurements(tmp_path, "here")
     with caplog.at_level(logging.WARNING):
         machine = worked(memory)
     assert len(caplog.records) == 1
     assert "measures anew" in caplog.text
     assert set(machine.used) == {0, 1, 2}
-    assert Memory(tmp_path, "here").read(), "the next run has something to begin with"
+    assert KeptMeasurements(tmp_path, "here").read(), "the next run has something to begin with"
 
 
 def test_a_place_that_makes_no_sense_leaves_the_others(tmp_path: Path) -> None:
-    Memory(tmp_path, "there").write({Regime(1): measured()})
+    KeptMeasurements(tmp_path, "there").write({Regime(1): measured()})
     found = json.loads((tmp_path / FILE).read_text())
     found["places"]["here"] = {"1 greedy 0": "fast"}
     (tmp_path / FILE).write_text(json.dumps(found))
-    Memory(tmp_path, "here").write({Regime(1): measured(2.0)})
-    assert Memory(tmp_path, "there").read()
-    assert Memory(tmp_path, "here").read()[Regime(1)]["plain"][0].seconds(0) == pytest.approx(0.5)
+    KeptMeasurements(tmp_path, "here").write({Regime(1): measured(2.0)})
+    assert KeptMeasurements(tmp_path, "there").read()
+    assert KeptMeasurements(tmp_path, "here").read()[Regime(1)]["plain"][0].seconds(0) == pytest.approx(0.5)
 
 
 def test_a_folder_that_cannot_be_written_costs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("no folder")
-    memory = Memory(tmp_path / "file" / "cache", "here")
+    memory = KeptMeasurements(tmp_path / "file" / "cache", "here")
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert memory.write({Regime(1): measured()})
@@ -133,22 +133,22 @@ def test_a_folder_that_cannot_be_written_costs_one_line(tmp_path: Path, caplog: 
 
 
 def test_who_comes_while_another_writes_leaves_it_for_later(tmp_path: Path) -> None:
-    memory = Memory(tmp_path, "here")
+    memory = KeptMeasurements(tmp_path, "here")
     with memory._alone():
-        assert not Memory(tmp_path, "there").write({Regime(1): measured()})
-    assert Memory(tmp_path, "there").write({Regime(1): measured()})
+        assert not KeptMeasurements(tmp_path, "there").write({Regime(1): measured()})
+    assert KeptMeasurements(tmp_path, "there").write({Regime(1): measured()})
 
 
 def test_places_that_were_not_written_for_long_leave(tmp_path: Path) -> None:
     for number in range(MOST_PLACES + 3):
-        Memory(tmp_path, str(number)).write({Regime(1): measured()})
-    kept = [bool(Memory(tmp_path, str(number)).read()) for number in range(MOST_PLACES + 3)]
+        KeptMeasurements(tmp_path, str(number)).write({Regime(1): measured()})
+    kept = [bool(KeptMeasurements(tmp_path, str(number)).read()) for number in range(MOST_PLACES + 3)]
     assert kept == [False] * 3 + [True] * MOST_PLACES
 
 
 def _write(folder: Path, place: str, count: int) -> None:
     for number in range(count):
-        while not Memory(folder, place).write({Regime(number + 1): measured()}):
+        while not KeptMeasurements(folder, place).write({Regime(number + 1): measured()}):
             pass
 
 
@@ -161,17 +161,17 @@ def test_two_processes_that_write_lose_nothing(tmp_path: Path) -> None:
         writer.join()
         assert writer.exitcode == 0
     for place in ("here", "there"):
-        assert sorted(regime.batch for regime in Memory(tmp_path, place).read()) == list(range(1, 21))
+        assert sorted(regime.batch for regime in KeptMeasurements(tmp_path, place).read()) == list(range(1, 21))
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 
 def test_the_report_names_the_fastest_of_each_regime(tmp_path: Path) -> None:
-    memory = Memory(tmp_path, "here")
+    memory = KeptMeasurements(tmp_path, "here")
     assert "nothing measured" in report(memory)
     machine = worked(memory)
     machine.run(100, Regime(4, is_drawn=True, length=2))
     machine.auto.keep()
-    line = report(Memory(tmp_path, "here"))
+    line = report(KeptMeasurements(tmp_path, "here"))
     assert line.startswith("batch 1: own, 2."), line
     assert "batch 4, drawn, texts of 1024 tokens and more: own" in line
 

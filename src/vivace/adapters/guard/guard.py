@@ -10,14 +10,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from vivace.adapters.guard.head import KIND, Head, load_head
+from vivace.adapters.guard.head import KIND, GuardHead, load_head
 from vivace.adapters.guard.rules import Rule, Rules
 from vivace.adapters.guard.watch import Norm, TextWatch, features_of
 from vivace.checkpoint.files import read_json
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.configuration import build
 from vivace.core.model import Decoder
-from vivace.decode.guarding import ALLOWED, Guarding, Verdict
+from vivace.decode.guarding import ALLOWED, Guarding, GuardVerdict
 from vivace.decode.request import Request
 from vivace.errors import ConfigError, NotFoundError, UnsupportedError
 
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Guard:
+class TextGuard:
     """Rules and a head for one model; either may be missing."""
 
     rules: Rules
-    head: Head | None
+    head: GuardHead | None
     tokenizer: Tokenizer
     norm: Norm
 
@@ -42,7 +42,7 @@ class Guard:
         own = () if self.head is None else self.head.config.categories
         return tuple(dict.fromkeys((*self.rules.categories, *own)))
 
-    def check_input(self, text: str, hidden: Tensor | None = None) -> Verdict:
+    def check_input(self, text: str, hidden: Tensor | None = None) -> GuardVerdict:
         """Judge a prompt.
 
         Args:
@@ -54,15 +54,15 @@ class Guard:
         """
         return self._check(text, hidden, "input")
 
-    def check_output(self, text: str, hidden: Tensor | None = None) -> Verdict:
+    def check_output(self, text: str, hidden: Tensor | None = None) -> GuardVerdict:
         """Judge an answer that is complete; see ``check_input``, and ``watch`` for one that is being written."""
         return self._check(text, hidden, "output")
 
-    def _check(self, text: str, hidden: Tensor | None, where: str) -> Verdict:
+    def _check(self, text: str, hidden: Tensor | None, where: str) -> GuardVerdict:
         found = ALLOWED
         for search in self.rules.searches(where):
             if search.look(text, is_whole=True).is_certain:
-                verdict = Verdict(search.rule.category, 1.0, search.rule.action)
+                verdict = GuardVerdict(search.rule.category, 1.0, search.rule.action)
                 if verdict.blocks:
                     return verdict
                 found = verdict
@@ -76,7 +76,7 @@ class Guard:
         searches = self.rules.searches("input")
         return {s.rule.category: 1.0 for s in searches if s.look(text, is_whole=True).is_certain}
 
-    def for_prompt(self, tokens: Sequence[int]) -> tuple[Guarding, Verdict | None]:
+    def for_prompt(self, tokens: Sequence[int]) -> tuple[Guarding, GuardVerdict | None]:
         """Judge the text of a prompt by the rules.
 
         Returns:
@@ -96,7 +96,7 @@ class Guard:
 class GuardedPrompt:
     """Fills ``Guarding``: a guard beside one prompt."""
 
-    guard: Guard
+    guard: TextGuard
     flagged: Mapping[str, float]
     """What the rules found in the prompt."""
     notes_all: bool = False
@@ -110,7 +110,7 @@ class GuardedPrompt:
         return watch
 
 
-def guarded(request: Request, guard: Guard) -> Request:
+def guarded(request: Request, guard: TextGuard) -> Request:
     """Return a request that a guard judges.
 
     Raises:
@@ -123,7 +123,7 @@ def guarded(request: Request, guard: Guard) -> Request:
     return replace(request, guard=beside, refused=refused)
 
 
-def load_guard(path: str | Path, base: Path, model: Decoder, tokenizer: Tokenizer) -> Guard:
+def load_guard(path: str | Path, base: Path, model: Decoder, tokenizer: Tokenizer) -> TextGuard:
     """Read a guard for a model.
 
     Args:
@@ -142,14 +142,14 @@ def load_guard(path: str | Path, base: Path, model: Decoder, tokenizer: Tokenize
     if model.encoder is not None:
         raise ConfigError("a guard is for decoders without an encoder; leave it out")
     if place.is_file():
-        return Guard(read_rules(place), None, tokenizer, model.norm)
+        return TextGuard(read_rules(place), None, tokenizer, model.norm)
     if not place.is_dir():
         raise NotFoundError(f"there is no guard {place}; give a file of rules or a folder of `vivace train guard`")
     has_rules, has_head = (place / RULES).is_file(), (place / "config.json").is_file()
     if not has_rules and not has_head:
         raise NotFoundError(f"{place} has neither {RULES} nor a trained {KIND} (config.json)")
     head = load_head(place, base, model.config.width) if has_head else None
-    return Guard(read_rules(place / RULES) if has_rules else Rules(), head, tokenizer, model.norm)
+    return TextGuard(read_rules(place / RULES) if has_rules else Rules(), head, tokenizer, model.norm)
 
 
 def read_rules(path: Path) -> Rules:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vivace.checkpoint.adapters import base_hash, load_adapter, save_adapter
 from vivace.configuration import build
-from vivace.decode.guarding import ALLOWED, Action, Verdict
+from vivace.decode.guarding import ALLOWED, Action, GuardVerdict
 from vivace.errors import ConfigError, CorruptError, MismatchError
 
 KIND = "guard"
@@ -55,7 +55,7 @@ class HeadPlan:
 
 
 @dataclass(frozen=True)
-class Head:
+class GuardHead:
     """The weights of a guard."""
 
     config: HeadConfig
@@ -69,13 +69,13 @@ class Head:
         """Return the score of every category, (n, 2 E) -> (n, categories), 0 to 1."""
         return torch.sigmoid(features.float() @ self.weight.T + self.bias)
 
-    def verdict(self, scores: Tensor, where: str) -> Verdict:
+    def verdict(self, scores: Tensor, where: str) -> GuardVerdict:
         """Return what follows from the scores (categories,) of a prompt ("input") or an answer ("output")."""
         found = ALLOWED
         for place, score in enumerate(scores.tolist()):
             is_over = self.config.where[place] == where and score >= self.plan.thresholds[place]
             if is_over and score > found.score:
-                found = Verdict(self.config.categories[place], score, self.plan.action)
+                found = GuardVerdict(self.config.categories[place], score, self.plan.action)
         return found
 
     def judges(self, where: str) -> bool:
@@ -127,7 +127,7 @@ class Features:
         return torch.cat(((self._sum / max(1, self._count)).float(), self._last))
 
 
-def load_head(folder: Path, base: Path, width: int) -> Head:
+def load_head(folder: Path, base: Path, width: int) -> GuardHead:
     """Read a head for a model.
 
     Args:
@@ -150,4 +150,4 @@ def load_head(folder: Path, base: Path, width: int) -> Head:
         raise CorruptError(f"{folder}: weights are {list(weight.shape)}, expected {list(shape)}")
     if not (weight.isfinite().all() and bias.isfinite().all()):
         raise CorruptError(f"{folder} has numbers that are not finite")
-    return Head(config, plan, weight, bias)
+    return GuardHead(config, plan, weight, bias)

@@ -112,7 +112,7 @@ class Rule:
 
 
 @dataclass
-class Search:
+class RuleSearch:
     """Looks for one rule in a text that grows."""
 
     rule: Rule
@@ -162,9 +162,9 @@ class Rules:
 
     rules: tuple[Rule, ...] = field(default=())
 
-    def searches(self, where: str) -> list[Search]:
+    def searches(self, where: str) -> list[RuleSearch]:
         """Return a new search for each rule about prompts ("input") or answers ("output")."""
-        return [Search(rule) for rule in self.rules if rule.where in (where, "both")]
+        return [RuleSearch(rule) for rule in self.rules if rule.where in (where, "both")]
 
     @property
     def categories(self) -> Sequence[str]:

@@ -8,10 +8,10 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from vivace.adapters.guard.head import Features, Head
-from vivace.adapters.guard.rules import Search
+from vivace.adapters.guard.head import Features, GuardHead
+from vivace.adapters.guard.rules import RuleSearch
 from vivace.checkpoint.tokenizer import Tokenizer
-from vivace.decode.guarding import ALLOWED, Verdict
+from vivace.decode.guarding import ALLOWED, GuardVerdict
 
 Norm = Callable[[Tensor], Tensor]
 """The model's last norm, (n, E) -> (n, E)."""
@@ -27,8 +27,8 @@ class TextWatch:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        searches: Sequence[Search],
-        head: Head | None,
+        searches: Sequence[RuleSearch],
+        head: GuardHead | None,
         norm: Norm,
         *,
         notes_all: bool = False,
@@ -74,7 +74,7 @@ class TextWatch:
         if self._judges["input"]:
             self._prompt.add(self._norm(hidden).float())
 
-    def take(self, tokens: Sequence[int], hidden: Tensor) -> Verdict:
+    def take(self, tokens: Sequence[int], hidden: Tensor) -> GuardVerdict:
         """Judge the text with further tokens; see ``Watch``."""
         before = self._before(hidden)
         for place, token in enumerate(tokens):
@@ -88,19 +88,19 @@ class TextWatch:
                 return verdict
         return ALLOWED
 
-    def end(self) -> Verdict:
+    def end(self) -> GuardVerdict:
         """Judge the text as one that ends here."""
         self._text += self._stream.finish()
         if self._ends:
             self._ends[-1] = len(self._text)
         return self._read(is_whole=True)
 
-    def _before(self, hidden: Tensor) -> list[Verdict]:
+    def _before(self, hidden: Tensor) -> list[GuardVerdict]:
         """Return what the head says about the text before each of some tokens, whose residuals (n, E) they follow."""
         if self._head is None or not any(self._judges.values()):
             return []
         rows = self._norm(hidden).float()
-        found: list[Verdict] = []
+        found: list[GuardVerdict] = []
         if not self._ends and not self._answer.count:  # the first row is that of the last prompt token
             self._prompt.add(rows[:1])
             rows = rows[1:]
@@ -115,7 +115,7 @@ class TextWatch:
                 break
         return [self._noted(verdict) for verdict in found]
 
-    def _of_prompt(self, head: Head) -> Verdict:
+    def _of_prompt(self, head: GuardHead) -> GuardVerdict:
         """Return what the head says about the prompt, all of whose residuals are read."""
         if not self._judges["input"]:
             return ALLOWED
@@ -125,18 +125,18 @@ class TextWatch:
             self.scores.update({name: score for name, where, score in pairs if where == "input"})
         return self._noted(head.verdict(scores, "input"))
 
-    def _noted(self, verdict: Verdict) -> Verdict:
+    def _noted(self, verdict: GuardVerdict) -> GuardVerdict:
         if verdict.category is not None:
             self.scores[verdict.category] = max(verdict.score, self.scores.get(verdict.category, 0.0))
         return verdict
 
-    def _read(self, *, is_whole: bool = False) -> Verdict:
+    def _read(self, *, is_whole: bool = False) -> GuardVerdict:
         """Judge the text by the rules; note how much of it may be shown."""
         first, blocked = len(self._text), ALLOWED
         for search in list(self._searches):
             found = search.look(self._text, is_whole=is_whole)
             if found.is_certain:
-                verdict = self._noted(Verdict(search.rule.category, 1.0, search.rule.action))
+                verdict = self._noted(GuardVerdict(search.rule.category, 1.0, search.rule.action))
                 if not verdict.blocks:
                     self._searches.remove(search)  # it is noted, once for each text
                     continue

@@ -27,7 +27,7 @@ from vivace.core.cache import KVCache
 from vivace.core.seams import Context, Decided, Draft, Drafter, DraftState, TargetPass, Traversal, Verdict
 from vivace.decode.plain import NoDrafts
 from vivace.methods.auto.measured import LONGEST, LOOK_EVERY, Measured
-from vivace.methods.auto.memory import Memory
+from vivace.methods.auto.memory import KeptMeasurements
 from vivace.methods.auto.regime import Regime, nearest, regime_of
 
 FIRST = (8, 2, 8)
@@ -70,7 +70,7 @@ class Adaptive:
         drafters: Sequence[Drafter],
         *,
         plain: Drafter | None = None,
-        memory: Memory | None = None,
+        memory: KeptMeasurements | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Choose among ``drafters`` and ``plain``, which drafts nothing; ``memory`` keeps measurements between runs."""
@@ -174,7 +174,7 @@ class Adaptive:
                 self._measured[regime, other].pause(elapsed, count)
         self._unsaved += count
 
-    def _recall(self, memory: Memory) -> None:
+    def _recall(self, memory: KeptMeasurements) -> None:
         """Begin with what earlier runs have measured."""
         labels = [label_of(drafter) for drafter in self.drafters]
         for regime, found in memory.read().items():

@@ -40,7 +40,7 @@ Regimes = Mapping[Regime, Mapping[str, tuple[Sums, int]]]
 """By regime and drafter: its usual sums, and how many steps are behind them."""
 
 
-class Memory:
+class KeptMeasurements:
     """Reads and writes the measurements of one place."""
 
     def __init__(self, folder: Path, place: str) -> None:
@@ -123,7 +123,7 @@ class Memory:
             log.warning("%s", line)
 
 
-def report(memory: Memory) -> str:
+def report(memory: KeptMeasurements) -> str:
     """Return in one line what a file says of a place: the fastest drafter of each regime, for users."""
     regimes = memory.read()
     if not regimes:

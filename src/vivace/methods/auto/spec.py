@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 def _auto(context: MethodContext) -> Drafter:
     from vivace.files import cache_folder
     from vivace.methods.auto.drafter import Adaptive
-    from vivace.methods.auto.memory import Memory
+    from vivace.methods.auto.memory import KeptMeasurements
 
     plain, tried = context.drafters()
     place = context.place()
-    return Adaptive(tried, plain=plain, memory=None if place is None else Memory(cache_folder(), place))
+    return Adaptive(tried, plain=plain, memory=None if place is None else KeptMeasurements(cache_folder(), place))
 
 
 AUTO = MethodSpec(
