@@ -28,7 +28,7 @@ def chat(
     load: options.LoadFlags,
     use: options.Use = None,
     soft_prompt: options.SoftPrompt = None,
-    guard: options.Guard = None,
+    guard: options.GuardFiles = None,
     store: options.StoreFlags,
     cache: options.PromptCacheFlags,
     reading: options.PrefillFlags,

@@ -39,7 +39,7 @@ def generate(
     load: options.LoadFlags,
     use: options.Use = None,
     soft_prompt: options.SoftPrompt = None,
-    guard: options.Guard = None,
+    guard: options.GuardFiles = None,
     untrusted: options.Untrusted = None,
     store: options.StoreFlags,
     cache: options.PromptCacheFlags,

@@ -119,7 +119,7 @@ SoftPrompt = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-Guard = Annotated[
+GuardFiles = Annotated[
     Path | None,
     typer.Option(
         "--guard",

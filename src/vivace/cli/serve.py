@@ -33,7 +33,7 @@ def serve(
     cache: options.PromptCacheFlags,
     ranks: options.ParallelFlags,
     reading: options.PrefillFlags,
-    guard: options.Guard = None,
+    guard: options.GuardFiles = None,
     method: Annotated[str, typer.Option(help="How requests are decoded that do not say.")] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535, rich_help_panel=_SERVER)] = 8000,

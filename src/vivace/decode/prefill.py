@@ -144,7 +144,8 @@ class _Chunks(NoMemory):
         self._cache = cache
         self._chunk = chunk
         self._forward = ForwardPass()
-        self._kinds = {_kind(by, start): (by == "chunks", start, stop) for start, stop in spans for by in _BY}
+        self._whole = [(0, model.config.num_layers)]
+        self._kinds = {self._kind(by, span): (by == "chunks", *span) for span in (*spans, *self._whole) for by in _BY}
         self._spans = spans
         self._partly: dict[int, Tensor] = {}
         """By slot, residuals of a chunk that has passed some of the layers."""
@@ -165,16 +166,23 @@ class _Chunks(NoMemory):
 
     def plan_again(self, first: int, stop: int) -> Sequence[PromptPiece]:
         """Rows, which they were when they were written."""
-        kinds = [_kind("rows", start) for start, _ in self._spans]
-        starts = range(first, stop, self._chunk)
-        return [PromptPiece(at, min(at + self._chunk, stop), kind, 0) for at in starts for kind in kinds]
+        places = [(at, min(at + self._chunk, stop)) for at in range(first, stop, self._chunk)]
+        return [PromptPiece(*place, self._kind("rows", span), 0) for place in places for span in self._divided(*place)]
+
+    def _divided(self, first: int, stop: int) -> Sequence[tuple[int, int]]:
+        """Return the spans of layers that a chunk passes one after the other: all at once where it has few rows."""
+        return self._whole if (stop - first) * len(self._spans) <= self._chunk else self._spans
+
+    def _kind(self, by: str, span: tuple[int, int]) -> str:
+        """Return the kind of pieces that pass these layers and attend in one way."""
+        return by if span in self._whole else f"{by} through layers {span[0]} to {span[1]}"
 
     def _pieces(self, first: int, stop: int) -> list[PromptPiece]:
         """Return the pieces of a chunk, span by span; it is read with the last one."""
         by = "rows" if stop <= self._model.backend.rows_up_to else "chunks"
-        last = self._spans[-1]
+        spans = self._divided(first, stop)
         return [
-            PromptPiece(first, stop, _kind(by, span[0]), stop - first if span == last else 0) for span in self._spans
+            PromptPiece(first, stop, self._kind(by, span), stop - first if span == spans[-1] else 0) for span in spans
         ]
 
     def read(self, pieces: Mapping[int, PromptPiece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
@@ -216,8 +224,3 @@ class _Chunks(NoMemory):
 
 
 _BY = ("rows", "chunks")
-
-
-def _kind(by: str, start: int) -> str:
-    """Return the kind of pieces that enter a layer and attend in one way."""
-    return f"{by} from layer {start}" if start else by

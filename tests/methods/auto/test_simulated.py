@@ -76,7 +76,7 @@ def test_it_changes_with_the_text_and_comes_back() -> None:
 def test_drafts_that_lost_are_found_again_when_they_pay() -> None:
     machine = Machine((replace(OWN, chance=0.1),), 0)
     machine.run(500)
-    assert set(machine.used[-10:]) == {0}
+    assert Counter(machine.used[-200:])[1] <= 10, "looks alone"
     machine.drafters = (OWN,)
     machine.run(400)
     assert machine.run(300) > 0.9 * OWN.best
