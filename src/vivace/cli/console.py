@@ -58,7 +58,10 @@ class Console:
             bar.stop()
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
-        """Write a table to stdout; the first column is aligned to the left, the others to the right."""
+        """Write a table to stdout; the first column is aligned to the left, the others to the right.
+
+        Where stdout is no terminal, a table is as wide as what stands in it, so that long names cost no column.
+        """
         from rich.box import SIMPLE_HEAD
         from rich.console import Console as RichConsole
         from rich.table import Table
@@ -68,7 +71,7 @@ class Console:
             table.add_column(column, justify="right" if index else "left", no_wrap=True)
         for row in rows:
             table.add_row(*row)
-        width = None if sys.stdout.isatty() else 160
+        width = None if sys.stdout.isatty() else max(160, RichConsole(width=10_000).measure(table).maximum)
         RichConsole(file=sys.stdout, width=width, highlight=False).print(table)
 
 
