@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from vivace.errors import ConfigError, CorruptError, MismatchError, UnsupportedE
 from vivace.recipes import own_text as module
 from vivace.recipes.own_text import Budget, UserTurn, own_text, with_text, within
 from vivace.recipes.trainer import train_beside
+from vivace.train.data import Rows
 from vivace.train.report import Lines
 
 
@@ -68,9 +70,9 @@ def test_answers_are_the_models_own_to_prompts_that_are_new(engine: Engine, tmp_
         answer = engine.generate(str(row["prompt"]), method="plain", do_sample=False, max_new_tokens=room)[0]
         assert (row["reference"], row["tokens"]) == (answer.text, len(answer.token_ids))
     drawn = [row for row in written if row["draw"] is not None]
-    request = module._Drawing(engine, 0, [], 64)._request(int(str(drawn[0]["draw"])))
+    number, request = module._Drawing(engine, int(str(drawn[0]["draw"])), [], 64).request()
     assert request.sampling == Sampling(do_sample=True)
-    assert request.seed == drawn[0]["draw"]
+    assert request.seed == number == drawn[0]["draw"]
 
 
 def test_a_killed_run_goes_on_behind_its_last_answer(engine: Engine, tmp_path: Path) -> None:
@@ -103,12 +105,29 @@ def test_what_cannot_be_used_is_one_line(engine: Engine, tmp_path: Path, monkeyp
     with pytest.raises(CorruptError, match="a line that is no answer"):
         own_text(engine, tmp_path / "broken.jsonl", Budget(100), 64, [], lambda _: None)
     monkeypatch.setattr(module._Drawing, "_text", lambda *_: "")
-    with pytest.raises(ConfigError, match=r"of 24 prompts .* are empty.*--data FILE"):
+    with pytest.raises(ConfigError, match=r"of (2[4-9]|3[01]) prompts .* are empty.*--data FILE"):
         own_text(engine, tmp_path / "empty.jsonl", Budget(100), 64, [], lambda _: None)
     monkeypatch.setattr(module._Drawing, "_text", lambda *_: "Alike")
     notes: list[str] = []
     assert len(own_text(engine, tmp_path / "alike.jsonl", Budget(10**6), 64, ["alike", "x"], notes.append)) == 2
     assert any("no new prompt is drawn any more" in note and "repeat" in note for note in notes)
+
+
+def test_a_budget_too_short_for_one_round_keeps_answers_as_far_as_they_are(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, steps = tmp_path / "own.jsonl", count()
+    monkeypatch.setattr(module._Answers, "elapsed_s", property(lambda _: 10.0 * next(steps)))
+    asked = [f"word {number}" for number in range(8)]
+    pairs = own_text(engine, path, Budget(10**6, minutes=8), 64, asked, lambda _: None)
+    cut = [row for row in rows(path) if not row["ended"]]
+    assert cut and all(int(str(row["tokens"])) >= module.LEAST_ANSWER for row in cut)
+    encode = Rows(engine.tokenizer, 64, cuts=True)
+    for row, (prompt, answer) in zip(rows(path), pairs, strict=True):
+        whole = engine.generate(prompt, method="plain", do_sample=False, max_new_tokens=60)[0]
+        assert engine.tokenizer.decode(whole.token_ids[: int(str(row["tokens"]))]) == answer
+        ends = encode.encode([(prompt, answer)])[0].tokens[-1] in engine.tokenizer.eos_ids
+        assert ends == row["ended"]
 
 
 def test_minutes_are_divided_between_writing_and_training() -> None:

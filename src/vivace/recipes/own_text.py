@@ -6,9 +6,9 @@ the model itself writes, so the prompts are answered greedily, with prompts of t
 any. Where we differ: prompts are drawn at temperature 1 from all tokens, and none is filtered for its quality, since
 nothing but the model's own text is learnt from.
 
-Prompts are answered as a stream: a sequence that ends makes room for the next prompt at once, so that every pass of
-the model carries the same number of rows until the last prompts. Every answer is a line of a file that a killed run
-continues and that can be given to other trainings as ``--data``.
+Prompts are drawn and answered as one stream: a sequence that ends makes room for the next at once, an answer if a
+prompt waits and a draw if none does, so that every pass of the model carries the same number of rows. Every answer is
+a line of a file that a killed run continues and that can be given to other trainings as ``--data``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from vivace.decode.session import Session
 from vivace.engine import Engine, Options
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.recipes.regenerate import complete_lines
+from vivace.train.data import Unended
 from vivace.train.variation import Pair
 from vivace.units import format_seconds
 
@@ -39,12 +40,13 @@ WRITING = 0.4
 """Share of the minutes of a whole training after which no more text is made."""
 SLOTS = 64
 """Number of texts that are drawn or answered at once."""
-LONGEST_PROMPT = 128
-"""Largest number of tokens of a drawn user's turn; longer ones are left out."""
+LONGEST_PROMPT = 64
+"""Number of tokens at which a drawn user's turn is cut: half of a small model's turns are longer, and a sampled token
+costs as much time as one of an answer."""
 BASE_PROMPT = 24
 """Number of tokens of a prompt that a base model draws."""
 FRUITLESS = 3
-"""Number of rounds in a row after which drawing is given up, if none of them has brought a new prompt."""
+"""Drawing is given up when as many draws in a row as three times the slots have brought no new prompt."""
 LEAST_ANSWER = 16
 """Prompts that leave room for fewer tokens of an answer are passed over."""
 NOTE_S = 20.0
@@ -163,9 +165,18 @@ class _Answers:
         """Seconds of work so far."""
         return time.monotonic() - self.began
 
-    def add(self, prompt: str, answer: str, tokens: int, draw: int | None) -> None:
+    @property
+    def pairs(self) -> list[Pair]:
+        """Prompts and answers, in the order of the file."""
+        return [
+            (row["prompt"], row["reference"] if row.get("ended", True) else Unended(row["reference"]))
+            for row in self.rows
+        ]
+
+    def add(self, prompt: str, answer: str, tokens: int, draw: int | None, ended: bool) -> None:
         """Write one row."""
-        known = {"model": self.model, "tokens": tokens, "draw": draw, "elapsed_s": round(self.elapsed_s, 1)}
+        known = {"model": self.model, "tokens": tokens, "draw": draw, "ended": ended}
+        known["elapsed_s"] = round(self.elapsed_s, 1)
         self.rows.append({"prompt": prompt, "reference": answer, **known})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
@@ -184,7 +195,7 @@ def _alike(text: str) -> str:
 
 
 class _Drawing:
-    """Draws prompts in rounds; none is returned twice."""
+    """Requests that draw prompts, and what is made of their results; no prompt is found twice."""
 
     def __init__(self, engine: Engine, first: int, known: Sequence[str], longest: int) -> None:
         """Go on with draw number ``first``, after the prompts ``known``; a text has ``longest`` tokens at most."""
@@ -193,51 +204,37 @@ class _Drawing:
         self._limit = max(1, min(most, longest - 2 * len(self._turn.opening) - LEAST_ANSWER))
         self._numbers = count(first)
         self._known = {_alike(text) for text in known}
-        self.num_drawn = self.num_empty = self.num_repeated = self.num_unended = 0
+        self.num_drawn = self.num_empty = self.num_repeated = 0
         self._fruitless = 0
 
     @property
     def is_over(self) -> bool:
         """Return whether drawing on promises nothing new."""
-        return self._fruitless >= FRUITLESS
+        return self._fruitless >= FRUITLESS * SLOTS
 
-    def next(self) -> list[tuple[int, str]]:
-        """Draw one round; return the number and the text of each prompt that is new."""
-        turn, limit = self._turn, self._limit
-        numbers = [next(self._numbers) for _ in range(SLOTS)]
-        requests = [self._request(number) for number in numbers]
-        session = Session(
-            self._engine.model, num_slots=SLOTS, capacity=len(turn.opening) + limit, memory=self._engine.memory
-        )
-        written: dict[int, list[int]] = {session.admit(request): [] for request in requests}
-        ended = set[int]()
-        for emitted in session.drain():
-            written[emitted.request_id] += emitted.tokens
-            if emitted.finish_reason == "stop":
-                ended.add(emitted.request_id)
-        found = []
-        for number, (request_id, tokens) in zip(numbers, written.items(), strict=True):
-            text = self._text(tokens)
-            self.num_drawn += 1
-            if turn.is_chat and request_id not in ended:
-                self.num_unended += 1
-            elif not text:
-                self.num_empty += 1
-            elif _alike(text) in self._known:
-                self.num_repeated += 1
-            else:
-                self._known.add(_alike(text))
-                found.append((number, text))
-        self._fruitless = 0 if found else self._fruitless + 1
-        return found
-
-    def _request(self, number: int) -> Request:
+    def request(self) -> tuple[int, Request]:
+        """Return the number of the next draw, and the request that makes it."""
+        number = next(self._numbers)
         options = Options(
             max_new_tokens=self._limit, seed=number, method="plain", stop_strings=self._turn.end_text or ()
         )
         request = self._engine.request_for(self._turn.opening, options)
         stop = replace(request.stop, end_tokens=self._turn.end_tokens)
-        return replace(request, sampling=Sampling(do_sample=True), stop=stop)
+        return number, replace(request, sampling=Sampling(do_sample=True), stop=stop)
+
+    def found(self, tokens: Sequence[int]) -> str | None:
+        """Return the prompt that a draw has written, None if it is empty or one that is known."""
+        text = self._text(tokens)
+        self.num_drawn += 1
+        is_new = bool(text) and _alike(text) not in self._known
+        self._fruitless = 0 if is_new else self._fruitless + 1
+        if not text:
+            self.num_empty += 1
+        elif not is_new:
+            self.num_repeated += 1
+        else:
+            self._known.add(_alike(text))
+        return text if is_new else None
 
     def _text(self, tokens: Sequence[int]) -> str:
         text = self._engine.tokenizer.decode(tokens)
@@ -245,11 +242,23 @@ class _Drawing:
 
     def excuse(self) -> str:
         """Return what became of the prompts that were drawn, for a message."""
-        unended = f", {self.num_unended} do not end within {self._limit} tokens" if self.num_unended else ""
         return (
             f"of {self.num_drawn} prompts drawn from the model {self.num_empty} are empty, {self.num_repeated} repeat "
-            f"others{unended}"
+            "others"
         )
+
+
+@dataclass
+class _Text:
+    """A text that is being written: an answer to a prompt, or a prompt that is being drawn."""
+
+    draw: int | None
+    """Number of the draw that the prompt is of; None for one that the user gave."""
+    prompt: str | None
+    """What is answered; None for a prompt that is being drawn."""
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False
+    """Whether the model has ended it."""
 
 
 def own_text(
@@ -279,7 +288,7 @@ def own_text(
         note(f"{len(answers.rows)} answers of {answers.num_tokens:,} tokens were made before")
     run = _Writing(engine, answers, budget, longest, asked, note)
     run.go()
-    return [(row["prompt"], row["reference"]) for row in answers.rows]
+    return answers.pairs
 
 
 def written_before(engine: Engine, path: Path) -> list[Pair]:
@@ -288,7 +297,7 @@ def written_before(engine: Engine, path: Path) -> list[Pair]:
     Raises:
         MismatchError: the answers are another model's.
     """
-    return [(row["prompt"], row["reference"]) for row in _Answers.open(path, engine).rows]
+    return _Answers.open(path, engine).pairs
 
 
 class _Writing:
@@ -310,7 +319,7 @@ class _Writing:
         first = max((row["draw"] for row in answers.rows if row["draw"] is not None), default=-1) + 1
         self._drawing = _Drawing(engine, first, [*done, *asked], longest)
         self._session = Session(engine.model, num_slots=SLOTS, capacity=longest, memory=engine.memory)
-        self._running: dict[int, tuple[int | None, str, list[int]]] = {}
+        self._running: dict[int, _Text] = {}
         self._made = self._before = answers.num_tokens
         self._began = self._told = time.monotonic()
         self._spent_before = self._spent
@@ -326,39 +335,60 @@ class _Writing:
         """Answer prompts until the budget is used or no new one is drawn."""
         try:
             while self._spent < 1 and self._fill():
-                for number, text, tokens in self._finished():
-                    self._made += len(tokens)
-                    self._answers.add(text, self._engine.tokenizer.decode(tokens), len(tokens), number)
+                for text in self._finished():
+                    if text.prompt is not None:
+                        self._keep(text.prompt, text)
+                    elif (prompt := self._drawing.found(text.tokens)) is not None:
+                        self._queue.append((text.draw, prompt))
                 self._tell()
+            if len(self._answers.rows) < SLOTS:
+                self._cut()
         finally:
             self._session.close()
 
+    def _keep(self, prompt: str, text: _Text) -> None:
+        """Write an answer to the file."""
+        self._made += len(text.tokens)
+        answer = self._engine.tokenizer.decode(text.tokens)
+        self._answers.add(prompt, answer, len(text.tokens), text.draw, text.ended)
+
+    def _cut(self) -> None:
+        """Write answers as far as they are: a budget too short for one round of them would leave nothing."""
+        for text in self._running.values():
+            if text.prompt is not None and len(text.tokens) >= LEAST_ANSWER:
+                self._keep(text.prompt, text)
+
     def _fill(self) -> bool:
-        """Give free slots to prompts, drawing more where none wait; return whether any text is being written."""
+        """Give free slots to prompts, and to draws where none wait; return whether any text is being written."""
         while len(self._running) < SLOTS:
-            while not self._queue and not self._drawing.is_over:
-                self._queue.extend(self._drawing.next())
-            if not self._queue:
+            if self._queue:
+                number, prompt = self._queue.popleft()
+                tokens = self._engine.tokenizer.encode_prompt(prompt)
+                if len(tokens) < self._longest - LEAST_ANSWER:
+                    options = Options(max_new_tokens=self._longest - len(tokens), do_sample=False, method="plain")
+                    self._admit(self._engine.request_for(tokens, options), _Text(number, prompt))
+            elif not self._drawing.is_over:
+                number, request = self._drawing.request()
+                self._admit(request, _Text(number, None))
+            else:
                 break
-            number, text = self._queue.popleft()
-            tokens = self._engine.tokenizer.encode_prompt(text)
-            if len(tokens) < self._longest - LEAST_ANSWER:
-                options = Options(max_new_tokens=self._longest - len(tokens), do_sample=False, method="plain")
-                request = self._session.admit(self._engine.request_for(tokens, options))
-                self._running[request] = number, text, []
         if not self._running and not self._answers.rows:
             raise ConfigError(f"{self._drawing.excuse()}; give prompts of your own: --data FILE")
         if not self._running:
             self._note(f"no new prompt is drawn any more: {self._drawing.excuse()}")
         return bool(self._running)
 
-    def _finished(self) -> Iterator[tuple[int | None, str, list[int]]]:
-        """Make one step, and yield number, prompt and answer of every text that ends in it."""
+    def _admit(self, request: Request, text: _Text) -> None:
+        self._running[self._session.admit(request)] = text
+
+    def _finished(self) -> Iterator[_Text]:
+        """Make one step, and yield every text that ends in it."""
         for emitted in self._session.step():
             if emitted.error is not None:
                 raise emitted.error
-            self._running[emitted.request_id][2].extend(emitted.tokens)
+            self._running[emitted.request_id].tokens.extend(emitted.tokens)
             if emitted.finish_reason is not None:
+                self._running[emitted.request_id].ended = emitted.finish_reason == "stop"
                 yield self._running.pop(emitted.request_id)
 
     def _tell(self) -> None:

@@ -91,6 +91,10 @@ class Turns(str):
         return found
 
 
+class Unended(str):
+    """An answer that was cut before its end, so that no end-of-text token follows it."""
+
+
 def asked(prompt: str) -> str | list[Message]:
     """Return the prompt of a pair as ``Tokenizer.encode_prompt`` takes it."""
     return prompt.messages if isinstance(prompt, Turns) else prompt
@@ -201,7 +205,7 @@ class Rows:
         Rows beyond the limit are left out, or end there if ``cuts``.
 
         Raises:
-            ConfigError: the tokenizer has no end-of-text token, which every row ends with.
+            ConfigError: the tokenizer has no end-of-text token, which rows end with.
         """
         if not tokenizer.eos_ids:
             raise ConfigError("the tokenizer has no end-of-text token, so a model could not learn to stop")
@@ -221,7 +225,8 @@ class Rows:
         given = [self._template(prompt) for prompt, _ in pairs]
         prompts = tokenizer.inner(given, add_special_tokens=not tokenizer.has_template)["input_ids"]
         answers = tokenizer.inner([answer for _, answer in pairs], add_special_tokens=False)["input_ids"]
-        rows = [Row((*p, *a, self._end), len(p)) for p, a in zip(prompts, answers, strict=True)]
+        ends = [() if isinstance(answer, Unended) else (self._end,) for _, answer in pairs]
+        rows = [Row((*p, *a, *end), len(p)) for p, a, end in zip(prompts, answers, ends, strict=True)]
         if self._cuts:
             rows = [Row(row.tokens[: self._longest], row.num_prompt) for row in rows if row.num_prompt < self._longest]
         kept = [row for row in rows if len(row.tokens) <= self._longest]
