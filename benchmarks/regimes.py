@@ -1,8 +1,9 @@
 """Measure drafts by regime: ``python -m benchmarks.regimes MODEL PROMPTS --adapter DIR --json FILE``.
 
-A regime is a number of sequences, greedy or drawn tokens, a length of prompts and a number of threads. In each, every
-method answers the same prompts in turns, and ``auto`` is compared with the best of the others. ``auto`` begins with
-what it measured in earlier regimes of this run, never with what earlier runs have kept.
+A regime is a number of sequences, greedy or drawn tokens and a length of prompts, on a number of threads that a run
+has throughout, as a process of a user has it. In each, every method answers the same prompts in turns, and ``auto`` is
+compared with the best of the others. ``auto`` begins with what it measured in earlier regimes of this run, never with
+what earlier runs have kept.
 
 PROMPTS is a file of ``benchmarks.chat_drafts prompts``. Long prompts are its documents, several behind one another
 until they have about ``LONG`` tokens, with the last question at the end.
@@ -56,13 +57,9 @@ def short_prompts(rows: Sequence[Prompt], count: int) -> list[str]:
     return [text for group in zip(*sets, strict=False) for text in group][:count]
 
 
-def cells(asked: argparse.Namespace) -> Iterator[tuple[int, int, float, str]]:
-    """Yield threads, batch, temperature and length; one thread only where one or four sequences run."""
-    for threads, batch, temperature, length in itertools.product(
-        asked.threads, asked.batches, asked.temperatures, ("short", "long")
-    ):
-        if threads == max(asked.threads) or batch <= 4:
-            yield threads, batch, temperature, length
+def cells(asked: argparse.Namespace) -> Iterator[tuple[int, float, str]]:
+    """Yield batch, temperature and length of prompts."""
+    yield from itertools.product(asked.batches, asked.temperatures, ("short", "long"))
 
 
 def measure(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -> list[dict[str, Any]]:
@@ -74,11 +71,10 @@ def measure(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -
         for name, found in texts.items()
     }
     started, report = time.monotonic(), []
-    for threads, batch, temperature, length in cells(asked):
+    for batch, temperature, length in cells(asked):
         if time.monotonic() - started > asked.seconds:
             print("the time is over")
             break
-        torch.set_num_threads(threads)
         prompts = encoded[length][: max(asked.prompts, batch)]
         one = engine if temperature == 0 else Drawing(engine, temperature, TOP_P)
         systems = [MethodSystem(name, one, asked.tokens) for name in asked.methods]
@@ -86,8 +82,8 @@ def measure(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -
             records = run_benchmark(systems, prompts, batch_size=batch, repeats=asked.repeats, warm_up=1)
         runs = summarise(records, "plain")
         tokens = sum(len(prompt.token_ids) for prompt in prompts) / len(prompts)
-        head = {"category": f"{length}, {threads} threads", "temperature": temperature, "num_prompts": len(prompts)}
-        head |= {"batch": batch, "threads": threads, "length": length, "prompt_tokens": tokens}
+        head = {"category": length, "temperature": temperature, "num_prompts": len(prompts)}
+        head |= {"batch": batch, "threads": asked.threads, "length": length, "prompt_tokens": tokens}
         report.append({**head, "others_cpu_share": others.cpu_share, "runs": [asdict(run) for run in runs]})
         print(shown(head, runs), flush=True)
     return report
@@ -102,7 +98,7 @@ def main() -> None:
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16])
     parser.add_argument("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 0.7])
-    parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=[2, 1])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--prompts", type=int, default=4, help="prompts of a regime, at least the batch")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1)
@@ -110,6 +106,7 @@ def main() -> None:
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
     origin = asdict(provenance(torch.device("cpu")))
     adapters = {} if asked.adapter is None else {"quantized": asked.adapter}
     engine = vivace.load(asked.model, adapters=adapters, kernels=asked.kernels, remember=False)

@@ -65,6 +65,7 @@ VOCABULARY = 8192
 SHARED = (
     "own_tokens=1",
     "loop.clock=processor",
+    "loop.autocast=true",
     "loop.warmup_steps=10",
     "loop.evaluate_steps=100000",
     "loop.snapshot_s=60",
