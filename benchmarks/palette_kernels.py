@@ -104,7 +104,9 @@ def decoder_in(name: str, kind: str, body: NativeBody) -> Decoder:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_drawn(folder, SHAPES[name], bits, has_scales=has_scales)
-        return load_decoder(folder, dtype="bfloat16", device="cpu", backend=partial(backend_of, body, "bf16"))
+        return load_decoder(
+            folder, dtype="bfloat16", device="cpu", backend=partial(backend_of, body, "bf16", is_required=False)
+        )
 
 
 def write_drawn(folder: Path, shape: dict[str, int], bits: int, *, has_scales: bool) -> None:

@@ -97,8 +97,10 @@ def measure(url: str, prompt: Sequence[int], repeats: int) -> dict[str, Any]:
     with httpx2.Client(base_url=url, timeout=600) as client:
 
         def ask(way: dict[str, Any]) -> list[int]:
-            reply = client.post("/v1/completions", json={**body, **way, "cache_salt": str(time.perf_counter())}).json()
-            ids: list[int] = reply["choices"][0]["token_ids"]
+            reply = client.post("/v1/completions", json={**body, **way, "cache_salt": str(time.perf_counter())})
+            if not reply.is_success:
+                raise SystemExit(f"the server refused the prompt: {reply.text}")
+            ids: list[int] = reply.json()["choices"][0]["token_ids"]
             return ids
 
         alone = {name: ask(way) for name, way in WAYS.items()}
