@@ -80,6 +80,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "begun" / "run").mkdir(parents=True)
     written = {"prompt": "say", "reference": "one", "model": "0" * 16, "tokens": 1, "draw": 0, "elapsed_s": 1.0}
     (place / "begun" / "run" / "own.jsonl").write_text(json.dumps(written) + "\n")
+    (place / "cut.jsonl").write_text(json.dumps(written)[:-9])
     (place / "dev.jsonl").write_text('{"mr": "name[Oak]", "ref": "Oak."}\n')
     return place
 
@@ -346,6 +347,56 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         ("train", "recipe.yaml", "--model", "tiny", "--out", "begun", "own_tokens=900"),
         FAILED,
         "has answers of another model",
+    ),
+    "answers of another model": (
+        ("train", "recipe.yaml", "--model", "tiny", "--out", "out", "--answers", "begun/run/own.jsonl"),
+        FAILED,
+        "begun/run/own.jsonl has answers of another model (0000000000000000, this one is ",
+    ),
+    "answers that are not there": (
+        ("train", "recipe.yaml", "--model", "tiny", "--out", "out", "--answers", "none.jsonl"),
+        FAILED,
+        "cannot read the answers none.jsonl: No such file or directory",
+    ),
+    "a file of answers that has none": (
+        ("train", "recipe.yaml", "--model", "tiny", "--out", "out", "--answers", "cut.jsonl"),
+        USAGE,
+        "cut.jsonl has no answers to learn from",
+    ),
+    "answers on a broken line": (
+        ("train", "recipe.yaml", "--model", "tiny", "--out", "out", "--answers", "broken.jsonl"),
+        FAILED,
+        'broken.jsonl, line 1 has no "reference"',
+    ),
+    "prompts as answers": (
+        ("train", "recipe.yaml", "--model", "tiny", "--out", "out", "--answers", "rows.jsonl"),
+        FAILED,
+        'rows.jsonl, line 1 has no "model": --answers takes what a training wrote',
+    ),
+    "answers beside data": (
+        ("train", "recipe.yaml", "--model", "tiny", "--data", "rows.jsonl", "--answers", "begun/run/own.jsonl"),
+        USAGE,
+        "leave out --data, or --answers",
+    ),
+    "answers beside text to write": (
+        ("train", "chat", "own_tokens=900", "--model", "tiny", "--answers", "begun/run/own.jsonl"),
+        USAGE,
+        "leave out own_tokens, or --answers",
+    ),
+    "answers beside answers to regenerate": (
+        ("train", "recipe.yaml", "regenerate=9", "--model", "tiny", "--answers", "begun/run/own.jsonl"),
+        USAGE,
+        "leave out regenerate, or --answers",
+    ),
+    "a decoder's answers": (
+        ("train", "scratch.yaml", "--out", "out", "--answers", "begun/run/own.jsonl"),
+        USAGE,
+        "--answers is for weights beside a model; decoder learns from --data",
+    ),
+    "a guard's answers": (
+        ("train", "guard", "--model", "tiny", "--answers", "begun/run/own.jsonl"),
+        USAGE,
+        "guard learns from --data",
     ),
     "a model without a tokenizer that writes": (
         ("train", "recipe.yaml", "--model", "no-tokenizer", "--out", "out"),

@@ -34,6 +34,14 @@ def train(
     data: Annotated[
         list[Path] | None, typer.Option(help="A prompt file with references, repeatable.", metavar="FILE")
     ] = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option(
+            help="The model's own answers as another training had them written (OUT/run/own.jsonl); nothing else is "
+            "learnt from.",
+            metavar="FILE",
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder to write (default: MODEL/adapters/METHOD); a killed run there goes on.")
     ] = None,
@@ -59,6 +67,8 @@ def train(
     as_json: options.AsJson = False,
 ) -> None:
     """Train what a recipe describes. It can be interrupted at any time; the same command continues."""
+    from vivace.checkpoint.adapters import base_hash
+    from vivace.recipes.answers import read_answers, without_writing
     from vivace.recipes.decoder import WholeRecipe
     from vivace.recipes.frozen import FrozenRecipe
     from vivace.recipes.kinds import recipe_named, recipe_of
@@ -69,6 +79,8 @@ def train(
     from vivace.recipes.trainer import train_beside
     from vivace.storage.store import is_store
 
+    if answers is not None and recipe in (LAZY, GUARD):
+        raise ConfigError(f"--answers is for weights that learn the model's own text; {recipe} learns from --data")
     if recipe == LAZY:
         if (memory, reader) != (None, "auto"):
             raise ConfigError("what prompts are scored with is learnt in memory; leave out --memory and --reader")
@@ -94,11 +106,15 @@ def train(
         from vivace.recipes.over_lora import check_over_lora
 
         worn = Path(adapter.rpartition("=")[2])
+        if answers is not None:
+            raise ConfigError("over a LoRA weights learn what it writes, and --answers are the base's; give --data")
         check_over_lora(found, worn, has_data=bool(data))
         out = out or worn / "drafting" / str(values["kind"])
     if isinstance(found, (WholeRecipe, Seq2SeqRecipe)):
         if out is None:
             raise ConfigError("say where the result goes: --out DIR")
+        if answers is not None:
+            raise ConfigError(f"--answers is for weights beside a model; {values['kind']} learns from --data")
         if not data:
             raise ConfigError("say what to learn from: --data FILE (make one with `vivace data`)")
         if minutes is not None:
@@ -115,7 +131,12 @@ def train(
     else:
         if memory is not None and not is_store(folder_of(model)):
             raise ConfigError("only a store learns within --memory; leave it out, or: vivace convert OUT --store")
-        found = recipe_of(within(with_text(values, has_data=bool(data)), minutes))
+        if answers is None:
+            given, values = None, with_text(values, has_data=bool(data))
+        else:
+            values = without_writing(values, changes or [], has_data=bool(data))
+            given = read_answers(answers, base_hash(folder_of(model)))
+        found = recipe_of(within(values, minutes))
         assert isinstance(found, FrozenRecipe)
         if out is None and found.kind in ("lora", "prompts"):
             what = "LoRA goes: --out DIR; the name of the folder is what requests call it"
@@ -131,11 +152,12 @@ def train(
 
             wear(engine, worn)
         if isinstance(found, PromptsRecipe):
-            names = train_pool(found, engine, prompts, out, _report(tensorboard))
+            names = train_pool(found, engine, prompts, out, _report(tensorboard), given)
             if as_json:
                 console.json({"out": str(out), "members": names})
             return
-        runs = train_beside(found, engine, prompts, out, _report(tensorboard), is_timed=adapter is None)
+        report = _report(tensorboard)
+        runs = train_beside(found, engine, prompts, out, report, answers=given, is_timed=adapter is None)
         if runs and not as_json:
             print_runs(runs)
         outcome = {"out": str(out), "runs": [asdict(run) for run in runs]}

@@ -17,10 +17,11 @@ from vivace.checkpoint.draft_vocabulary import first_of, ranked, save_vocabulary
 from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.engine import Engine
-from vivace.errors import ConfigError, UnsupportedError
+from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.evaluate.benchmark import BenchmarkPrompt, Run, run_benchmark, summarise
 from vivace.evaluate.systems import MethodSystem
 from vivace.prompts import Prompt
+from vivace.recipes.answers import Answers
 from vivace.recipes.own_text import Budget, own_text, written_before
 from vivace.recipes.regenerate import as_it_decodes, regenerated
 from vivace.train.batches import DataSplit
@@ -185,13 +186,23 @@ class TrainContext:
     calibration: Sequence[Pair]
     """Rows that the loop is not trained on, ``FrozenRecipe.num_calibration`` of them."""
     report: Report
+    answers: Answers | None = None
+    """The file that all rows come from; None where they are the data's, or the base's own text of this run."""
 
     @staticmethod
-    def of(recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report) -> TrainContext:
+    def of(
+        recipe: FrozenRecipe,
+        engine: Engine,
+        prompts: Sequence[Prompt],
+        out: Path,
+        report: Report,
+        answers: Answers | None = None,
+    ) -> TrainContext:
         """Shuffle the rows and divide them into rows to train on, held-back rows and calibration rows.
 
         Raises:
-            ConfigError: there are too few rows, or ``out`` is the base's own folder.
+            ConfigError: there are too few rows, ``out`` is the base's own folder, or there is other text beside
+                ``answers``.
             UnsupportedError: the base's weights are packed for native kernels.
         """
         if out.resolve() == engine.folder.resolve():
@@ -200,7 +211,9 @@ class TrainContext:
             raise UnsupportedError("packed weights cannot be trained on; load the model with kernels='torch'")
         if (reason := recipe.why_not(engine.model)) is not None:
             raise UnsupportedError(reason)
-        pairs = _pairs(recipe, engine, prompts, out, report)
+        pairs = _pairs(recipe, engine, prompts, out, report) if answers is None else _given(recipe, prompts, answers)
+        if answers is not None:
+            report.note(f"{len(pairs)} answers of {answers.path} are learnt from; none is written")
         random.Random(recipe.seed).shuffle(pairs)
         last, first = recipe.held_back, recipe.held_back + recipe.num_calibration
         if len(pairs) <= first:
@@ -208,7 +221,7 @@ class TrainContext:
             raise ConfigError(
                 f"{len(pairs)} rows leave nothing to train on with held_back {last}{calibrating}; lower them"
             )
-        return TrainContext(recipe, engine, pairs[first:], pairs[:last], pairs[last:first], report)
+        return TrainContext(recipe, engine, pairs[first:], pairs[:last], pairs[last:first], report, answers)
 
     def timed(self, saved: SavedTraining) -> list[Run]:
         """Time plain decoding and the trained method on held-back prompts, with the kernels that decode; return nothing
@@ -245,7 +258,8 @@ class TrainContext:
     def _rows(self) -> Rows:
         """Return what encodes pairs for the frozen decoder, on its device."""
         recipe, engine = self.recipe, self.engine
-        return Rows(engine.tokenizer, recipe.longest, engine.model.device, cuts=recipe.own_tokens > 0)
+        cuts = recipe.own_tokens > 0 or self.answers is not None
+        return Rows(engine.tokenizer, recipe.longest, engine.model.device, cuts=cuts)
 
     def data(self) -> DataSplit[TokenBatch]:
         """Return endless batches of the rows to train on, and the held-back batches."""
@@ -258,7 +272,10 @@ class TrainContext:
     def plan_text(self, base: str) -> str:
         """Return a text of the recipe, base and number of rows, which a resumed run must have as well."""
         rows = len(self.held_back) + len(self.train) + len(self.calibration)
-        return json.dumps({"recipe": asdict(self.recipe), "base": base, "rows": rows}, sort_keys=True)
+        plan = {"recipe": asdict(self.recipe), "base": base, "rows": rows}
+        if self.answers is not None:
+            plan["answers"] = self.answers.digest
+        return json.dumps(plan, sort_keys=True)
 
     def require_memory(self, objective: DecoderObjective, depth: int) -> None:
         """Report the memory that the training needs.
@@ -289,12 +306,28 @@ def _pairs(recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], out:
     return regenerated(as_it_decodes(engine), texts[: recipe.regenerate], path, report.note)
 
 
+def _given(recipe: FrozenRecipe, prompts: Sequence[Prompt], answers: Answers) -> list[Pair]:
+    """Return the rows of a file of answers, beside which there is no other text."""
+    if prompts or recipe.own_tokens or recipe.regenerate:
+        raise ConfigError("answers are all the text that is learnt from; leave out prompts, own_tokens and regenerate")
+    return list(answers.pairs)
+
+
 def _own_pairs(
     recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], folder: Path, report: Report
 ) -> list[Pair]:
-    """Return the base's own text. Once the training has begun it is what it was then."""
+    """Return the base's own text. Once the training has begun it is what it was then.
+
+    Raises:
+        MismatchError: the training began with other text.
+    """
     path = folder / OWN_TEXT
-    if (folder / STATE).exists() and path.exists():
+    if (folder / STATE).exists():
+        if not path.exists():
+            raise MismatchError(
+                f"{folder} has a run that began with other text than the model's own of that run; give --data or "
+                "--answers as then, or start in an empty folder"
+            )
         return written_before(engine, path)
     asked = sorted(set(texts_of(prompts)))
     random.Random(recipe.seed).shuffle(asked)

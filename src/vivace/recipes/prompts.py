@@ -15,6 +15,7 @@ from vivace.core.model import Decoder
 from vivace.engine import Engine
 from vivace.errors import ConfigError
 from vivace.prompts import Prompt
+from vivace.recipes.answers import Answers
 from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainContext, TrainedAdapter
 from vivace.recipes.trainer import train_beside
 from vivace.train.report import Report
@@ -69,7 +70,12 @@ class PromptTraining(Trainable):
 
 
 def train_pool(
-    recipe: PromptsRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report
+    recipe: PromptsRecipe,
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    out: Path,
+    report: Report,
+    answers: Answers | None = None,
 ) -> list[str]:
     """Train every member of a pool that is not there yet, one after the other; return their names.
 
@@ -88,5 +94,7 @@ def train_pool(
                 continue
             report.note(f"soft prompt {name}")
             own = replace(recipe, lengths=(length,), seed=seed)
-            train_beside(own, engine, list(prompts)[place :: len(recipe.seeds)], out / name, report)
+            rows = list(prompts)[place :: len(recipe.seeds)]
+            part = None if answers is None else answers.part(place, len(recipe.seeds))
+            train_beside(own, engine, rows, out / name, report, answers=part)
     return names

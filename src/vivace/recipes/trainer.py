@@ -11,6 +11,7 @@ from vivace.checkpoint.adapters import base_hash
 from vivace.engine import Engine
 from vivace.evaluate.benchmark import Run
 from vivace.prompts import Prompt
+from vivace.recipes.answers import Answers
 from vivace.recipes.frozen import FrozenRecipe, TrainContext
 from vivace.train.config import TrainConfig
 from vivace.train.loop import fit
@@ -24,6 +25,7 @@ def train_beside(
     out: Path,
     report: Report,
     *,
+    answers: Answers | None = None,
     is_timed: bool = True,
 ) -> list[Run]:
     """Train the weights of a method, save them and time decoding with them.
@@ -35,17 +37,19 @@ def train_beside(
         out: folder of the result; a run that was killed is continued there. Snapshots and regenerated answers are kept
             in ``<out>/run``.
         report: receives progress.
+        answers: text of the decoder's own that another run had written, and that is learnt from instead of prompts.
         is_timed: whether decoding is timed afterwards; otherwise there are no timings.
 
     Returns:
         Timings of plain decoding and of the new method on held-back prompts.
 
     Raises:
-        ConfigError: there are too few rows, the recipe does not fit the base, or ``out`` is the base's own folder.
+        ConfigError: there are too few rows, there is other text beside ``answers``, the recipe does not fit the base,
+            or ``out`` is the base's own folder.
         CapacityError: the training needs more memory than is free.
         UnsupportedError: the base's weights are packed for native kernels.
     """
-    context = TrainContext.of(recipe, engine, prompts, out, report)
+    context = TrainContext.of(recipe, engine, prompts, out, report, answers)
     torch.manual_seed(recipe.seed)
     trainable = recipe.begin(context)
     base = base_hash(engine.folder)
