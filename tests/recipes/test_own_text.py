@@ -121,7 +121,8 @@ def test_a_budget_too_short_for_one_round_keeps_answers_as_far_as_they_are(
     asked = [f"word {number}" for number in range(8)]
     pairs = own_text(engine, path, Budget(10**6, minutes=8), 64, asked, lambda _: None)
     cut = [row for row in rows(path) if not row["ended"]]
-    assert cut and all(int(str(row["tokens"])) >= module.LEAST_ANSWER for row in cut)
+    assert cut
+    assert all(int(str(row["tokens"])) >= module.LEAST_ANSWER for row in cut)
     encode = Rows(engine.tokenizer, 64, cuts=True)
     for row, (prompt, answer) in zip(rows(path), pairs, strict=True):
         whole = engine.generate(prompt, method="plain", do_sample=False, max_new_tokens=60)[0]
