@@ -200,6 +200,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     for system in there:
         engine = planned(engines[system], plans[system])
         players.append(Named(system, MethodSystem(method_of(system), engine, given.max_new_tokens)))
+        if system == "multirate":
+            players.append(Named(f"{system}+lookup", MethodSystem(f"{system}+lookup", engine, given.max_new_tokens)))
     report = report_of(base, load_prompts(given.prompts), given, lambda temperature: players)
     print(means(report))
     labels = {system: plan.label for system, plan in plans.items()}
@@ -246,7 +248,7 @@ def _row(at: int, written: Mapping[str, Any]) -> tuple[str, ...]:
     """Return one system's row: what it learnt, its plan, its speed by category and in the mean, and tokens a pass."""
     runs = [part["runs"][at] for part in written["report"]]
     name = runs[0]["method"]
-    facts = written["trainings"].get(name)
+    facts = written["trainings"].get(name.partition("+")[0])
     learnt = "-" if facts is None else f"{facts['tokens']:,} tokens in {facts['steps']} steps"
     mean = sum(run["speedup"] for run in runs) / len(runs)
     kept = sum(run["tokens_per_target_pass"] or 1 for run in runs) / len(runs)
