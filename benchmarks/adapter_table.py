@@ -31,5 +31,8 @@ def tables(folder: Path) -> str:
             rows = [
                 (what, f"{speeds[key]:.0f}", f"{report['ratios'][name]:.2f}x") for name, (what, key) in RATIOS.items()
             ]
+            if (theirs := report["peft_tokens_per_s"]) is not None:
+                ours = speeds["all with LoRAs"] / theirs
+                rows.append(("PEFT's mixed batch of these; ours beside it", f"{theirs:.0f}", f"{ours:.2f}x"))
             parts.append(table(("", "tokens a second", "ratio"), rows))
     return "\n\n".join(parts) or "No run is committed yet."
