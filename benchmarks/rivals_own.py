@@ -57,9 +57,9 @@ SYSTEMS: Mapping[str, tuple[str, ...]] = {
 }
 """Systems in the order of their training, and what each changes in its recipe for a model of thirty layers and 49,152
 tokens: output matrices for each head of Medusa would be as many weights as the whole model; streams that enter low, or
-a pruner that reads the whole head, would learn from a third of the text in the same time. ``multirate-deep`` exits where
-the residual has begun to name tokens (``exits``), as the published method does on models of this depth; its guesses
-cost three times as much."""
+a pruner that reads the whole head, would learn from a third of the text in the same time. ``multirate-deep`` exits
+where the residual has begun to name tokens (``exits``), as the published method does on models of this depth; its
+guesses cost three times as much."""
 FREE = ("lookup", "lookahead", "quantized", "quantized+lookup", "auto")
 """Methods that are measured beside. The weights of ``quantized`` are those that a recipe has rounded, where there are
 any in ``--runs``; else they are rounded one by one while loading, and ``auto`` does not try them."""
