@@ -32,6 +32,7 @@ from benchmarks import (
     flash_tables,
     guard_table,
     hostile_tables,
+    palette_tables,
     parallel_tables,
     pass_tables,
     plots,
@@ -151,6 +152,10 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "law": law(everything),
             "results": technique(everything, "multirate"),
             "ablation": ablation.tables(RESULTS / "ablation" / "shipped.json"),
+        },
+        techniques / "palette.md": {
+            "quality": palette_tables.quality(RESULTS / "palettes"),
+            "kernels": palette_tables.kernels(RESULTS / "kernels" / "palettes.json"),
         },
         techniques / "low_bit_weights.md": {"bars": bars.tables(RESULTS / "passes"), "formats": bars.formats(QUALITY)},
         techniques / "screened_head.md": {"results": screened_tables.tables(RESULTS / "screened")},

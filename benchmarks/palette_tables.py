@@ -1,0 +1,70 @@
+"""Tables of palettes: what few bits lose (``palette_quality``) and how fast they are read (``palette_kernels``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks import captions
+from tools.blocks import table
+
+NOTHING = "No run is committed yet."
+
+
+def quality(folder: Path) -> str:
+    """Return a table for each file of ``benchmarks.palette_quality``: bits beside divergence, loss and choices."""
+    parts = []
+    for path in sorted(folder.glob("*.json")):
+        written = json.loads(path.read_text(encoding="utf-8"))
+        setting, ways = written["setting"], written["ways"]
+        stored = next(iter(ways.values()))["stored_loss"]
+        parts.append(
+            f"**{setting['model']}**, rounded on {setting['tokens']:,} tokens of {', '.join(setting['data'])}, judged "
+            f"on an eighth as many held back; stored loss {stored:.4f} (`{path.stem}.json`). "
+            f"{captions.machine(written['provenance'], written['provenance']['best_kernels'])}."
+        )
+        heads = ("way", "bits of a matrix", "bits of everything", "KL to stored", "loss beside stored")
+        is_judged = any("judgements" in way for way in ways.values())
+        rows = [(*_row(name, way, stored), *(_judged(way) if is_judged else ())) for name, way in ways.items()]
+        parts.append(table((*heads, *(("choices right, stored", "perplexity, stored") if is_judged else ())), rows))
+    return "\n\n".join(parts) or NOTHING
+
+
+def _row(name: str, way: Mapping[str, Any], stored: float) -> tuple[str, ...]:
+    bits = f"{way['matrix_bits']:.2f}", f"{way['all_bits']:.2f}"
+    return name, *bits, f"{way['kl']:.4f}", f"{way['loss'] - stored:+.4f}"
+
+
+def _judged(way: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the mean share of right choices and the perplexity of texts, beside the stored model's."""
+    if "judgements" not in way:
+        return "", ""
+    texts = [
+        f"{own['perplexity']:.1f}, {way['stored_perplexity'][own['task']]:.1f}"
+        for own in way["judgements"]
+        if own["perplexity"] is not None and own["accuracy"] is None
+    ]
+    return f"{way['mean_accuracy']:.1%}, {way['stored_accuracy']:.1%}", "; ".join(texts)
+
+
+def kernels(path: Path) -> str:
+    """Return milliseconds of a pass by format and number of rows, and the factor from ``q4`` at as many rows."""
+    if not path.is_file():
+        return NOTHING
+    written = json.loads(path.read_text(encoding="utf-8"))
+    machine = captions.machine(written["provenance"], written["kernels"], written["threads"])
+    parts = [f"Passes of Llamas with drawn codes; milliseconds, and the factor from `q4`. {machine}."]
+    for name, formats in written["models"].items():
+        base = formats["q4"]["seconds"]
+        rows = [
+            (
+                f"`{kind}`",
+                f"{found['weight_bytes'] / 1e6:.0f} MB",
+                *(f"{1e3 * took:.2f}, {took / base[count]:.2f}x" for count, took in found["seconds"].items()),
+            )
+            for kind, found in formats.items()
+        ]
+        parts.append(table((name, "bytes read", *(f"{count} rows" for count in base)), rows))
+    return "\n\n".join(parts)

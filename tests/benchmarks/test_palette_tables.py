@@ -1,0 +1,38 @@
+"""Tables of palettes are filled from what the benchmarks write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks import palette_tables
+
+MACHINE = {"cpu": "a processor", "best_kernels": "avx512", "commit": "abc", "num_threads": 2}
+
+
+def test_bits_stand_beside_what_is_lost(tmp_path: Path) -> None:
+    assert palette_tables.quality(tmp_path) == palette_tables.NOTHING
+    way = {"folder": "rtn", "matrix_bits": 3.25, "all_bits": 3.6, "predicted": None, "kl": 0.08, "loss": 1.5}
+    right = {"accuracy": 0.6, "perplexity": 9.0, "task": "piqa"}
+    text = {"accuracy": None, "perplexity": 21.0, "task": "wiki"}
+    judged = {"judgements": [right, text], "mean_accuracy": 0.6, "stored_accuracy": 0.7}
+    judged |= {"stored_perplexity": {"piqa": 8.0, "wiki": 18.0}}
+    setting = {"model": "m", "tokens": 16384, "data": ["a.jsonl"]}
+    ways = {"rtn": way | {"stored_loss": 1.25}, "gptq": way | judged | {"stored_loss": 1.25, "kl": 0.02}}
+    (tmp_path / "one.json").write_text(json.dumps({"provenance": MACHINE, "setting": setting, "ways": ways}))
+    written = palette_tables.quality(tmp_path)
+    assert "rounded on 16,384 tokens of a.jsonl" in written
+    assert "| rtn | 3.25 | 3.60 | 0.0800 | +0.2500 |  |  |" in written
+    assert "| gptq | 3.25 | 3.60 | 0.0200 | +0.2500 | 60.0%, 70.0% | 21.0, 18.0 |" in written
+
+
+def test_passes_stand_beside_those_of_q4(tmp_path: Path) -> None:
+    path = tmp_path / "palettes.json"
+    assert palette_tables.kernels(path) == palette_tables.NOTHING
+    formats = {
+        "q4": {"weight_bytes": 65e6, "seconds": {"1": 0.010, "8": 0.020}},
+        "lut3": {"weight_bytes": 53e6, "seconds": {"1": 0.008, "8": 0.030}},
+    }
+    found = {"provenance": MACHINE, "kernels": "avx512", "threads": 2, "models": {"100M": formats}}
+    path.write_text(json.dumps(found))
+    assert "| `lut3` | 53 MB | 8.00, 0.80x | 30.00, 1.50x |" in palette_tables.kernels(path)
