@@ -97,7 +97,7 @@ def test_a_text_that_can_never_fit_is_refused(checkpoint: Path, free: Engine) ->
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vivace.engine.opening.load_decoder", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr("vivace.engine.execution.load_decoder", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(MemoryLimitError, match=r"20.0 KiB of memory are too few: the model takes .*; give at least"):
         vivace.load(checkpoint, memory="20KiB")
 

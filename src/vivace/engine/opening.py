@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from vivace.adapters.guard.guard import load_guard
 from vivace.adapters.lora import RECOVERY, recovery_of
 from vivace.adapters.pool.pool import load_pool
 from vivace.checkpoint.files import OWN_DRAFT, resolve
 from vivace.checkpoint.generation import load_generation_defaults
-from vivace.checkpoint.load import choose_device, load_decoder, read_config
+from vivace.checkpoint.load import read_config
 from vivace.checkpoint.lora_config import by_kind
-from vivace.checkpoint.tokenizer import find_tokenizer
-from vivace.core.backend import Backend
-from vivace.core.cpu.backend import backend_of
-from vivace.core.cuda.backend import graphs_backend
-from vivace.core.footprint import held_bytes
-from vivace.core.model import Decoder
+from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer
 from vivace.decode.memory import MemoryBudget
 from vivace.engine.engine import Engine
+from vivace.engine.execution import Execution, check_reader, open_checkpoint, open_store
 from vivace.errors import ConfigError, NotFoundError, UnsupportedError
-from vivace.kernels.choice import GRAPHS, KernelChoice, choose
-from vivace.kernels.low_bit import check_weights
-from vivace.methods.composition import DraftModelSource, Methods, adapters_by_method, check_room, read_draft_model
+from vivace.methods.composition import DraftModelSource, Methods, adapters_by_method, read_draft_model
 from vivace.parallel.loading import SharedLoading, on_all_ranks
 from vivace.prefill.choice import Prefills
 from vivace.storage import refusals
-from vivace.storage.loading import bytes_beside, load_stored
+from vivace.storage.loading import bytes_beside
 from vivace.storage.store import is_store
 from vivace.units import parse_bytes
 
@@ -124,93 +116,40 @@ def load(
         DependencyError: native kernels were asked for by name and are not built.
         WorldError: a rank is gone, hangs or differs from the others.
     """
-    opening = parallel if isinstance(parallel, SharedLoading) else None
-    choice, kept = choose(kernels, device=choose_device(device)), check_weights(weights)
-    if kept not in ("bf16", "exact12") and dtype == "auto":
-        dtype = "bfloat16"
-    if path is None and not SHIPPED.is_dir():
-        raise NotFoundError("this installation carries no model; give --model DIR_OR_HUB_ID")
-    folder = resolve(SHIPPED if path is None else path)
-    ignored = (ignore_config_keys,) if isinstance(ignore_config_keys, str) else tuple(ignore_config_keys)
-    read_config(folder, ignored)
-    limit = None if memory is None else parse_bytes(memory)
-    budget, storage, second = MemoryBudget(limit), None, None
-    own = folder / OWN_DRAFT if (folder / OWN_DRAFT / "config.json").is_file() else None
-    smaller = own if draft_model is None else draft_model
+    ranks = parallel if isinstance(parallel, SharedLoading) else None
+    execution = Execution.of(kernels, weights, dtype, device, ignore_config_keys)
+    folder = _find(path)
+    read_config(folder, execution.ignored)
     loras, folders = by_kind(adapters)
     if adapter_memory is not None and not loras:
         raise ConfigError("adapter_memory has no effect without a LoRA among adapters; leave it out")
+    budget = MemoryBudget(None if memory is None else parse_bytes(memory))
+    own = folder / OWN_DRAFT if (folder / OWN_DRAFT / "config.json").is_file() else None
+    smaller = own if draft_model is None else draft_model
     if is_store(folder):
-        refusals.check_weights(kept, device)
         refusals.check_screen(screened_head)
-        refusals.check_ranks(opening is not None)
-        beside = 0 if limit is None else bytes_beside(folder, smaller, [*folders, *loras.values()])
-        model, storage = load_stored(folder, limit, reader=reader, beside_bytes=beside, body=choice.body)
-        refusals.check_dtype(dtype, model.dtype)
-    elif reader != "auto":
-        raise ConfigError(
-            f"reader is for a store, {folder} is a checkpoint: vivace convert OUT --store --model {folder}"
-        )
-    backend: Callable[..., Backend | None] = partial(backend_of, choice.body, kept, is_required=kernels != "auto")
-    if choice.name == GRAPHS:
-        backend = partial(graphs_backend, weights=kept)
-    if storage is None:
-        store_hint = ", or a store, which runs in less: vivace convert --store"
-        check_room(budget, folder, "the model", dtype, kept, store_hint, ignored=ignored)
-        screens = False if screened_head is None and limit is not None else screened_head
-        made_by = partial(backend, screens_head=screens)
-        shared: dict[str, Any] = {"kv": kv, "kernels": choice.name, "weights": kept}
-        load_model: Callable[..., Decoder] = (
-            partial(load_decoder, reads_sources=True) if opening is None else partial(opening.load, **shared)
-        )
-        model = load_model(folder, dtype=dtype, device=device, backend=made_by, ignored=ignored)
-    model.store_entries(kv)
-    budget.hold(model, held_bytes(model)[0] if storage is None else storage.held_bytes, "weights")
+        refusals.check_ranks(ranks is not None)
+        beside = 0 if memory is None else bytes_beside(folder, smaller, [*folders, *loras.values()])
+        opened = open_store(folder, execution, budget, kv=kv, reader=reader, beside_bytes=beside)
+    else:
+        check_reader(reader, folder)
+        opened = open_checkpoint(folder, execution, budget, kv=kv, screened_head=screened_head, ranks=ranks)
+    model, execution = opened.model, opened.execution
     tokenizer = find_tokenizer(folder)
-    if smaller is not None:
-        read = partial(
-            read_draft_model,
-            smaller,
-            tokenizer,
-            budget,
-            kept,
-            dtype=dtype,
-            device=device,
-            backend=backend,
-            ignored=ignored,
-        )
-        second = DraftModelSource(read, is_asked=draft_model is not None)
-        if second.is_asked:
-            second.decoder  # noqa: B018 - a draft model that was named is read now, so that errors come from here
-    if storage is not None and storage.plan.streamed and storage.body is None:
-        choice = refusals.torch_only(kernels)
-    if storage is not None and storage.body is None and (model.dtype == torch.bfloat16 or not storage.plan.streamed):
-        chosen = backend(model.dtype)
-        if chosen is not None:
-            model.run_on(chosen)
-    if choice.body is not None and getattr(model.backend, "body", None) is None:
-        kind = str(model.dtype).removeprefix("torch.")
-        what = f"{kind} weights" if kept == "bf16" else f"{kept} weights multiplied in {kind}"
-        choice = KernelChoice("torch", f"there are no native kernels for {what}", None)
+    second = _draft_model(smaller, tokenizer, budget, execution, is_asked=draft_model is not None)
     methods = Methods(model, folder, adapters_by_method(folders, folder), second, memory=budget)
     methods.remembers = remember
-    engine = Engine(model, tokenizer, methods, load_generation_defaults(folder), choice, kept)
-    engine.storage = storage
-    engine.ignored_config_keys = ignored
-    if opening is not None:
-        engine.world, engine.prefills = opening.world, Prefills(model, folder, opening.prefill)
+    defaults, choice = load_generation_defaults(folder), execution.run_by(model)
+    engine = Engine(model, tokenizer, methods, defaults, choice, execution.weights)
+    engine.storage = opened.storage
+    engine.ignored_config_keys = execution.ignored
+    if ranks is not None:
+        engine.world, engine.prefills = ranks.world, Prefills(model, folder, ranks.prefill)
     engine.adapters.limit(None if adapter_memory is None else parse_bytes(adapter_memory))
     for name, lora in loras.items():
         engine.adapters.add(name, lora)
-    if prompt_pool is not None:
-        recovery = False  # a soft prompt was learnt in front of the checkpoint as it is
-    if recovery and RECOVERY not in loras and (found := recovery_of(folder)) is not None:
-        if opening is not None:
-            raise UnsupportedError(
-                f"{found} is not worn by a model on several ranks; leave out --parallel, or give --no-recovery"
-            )
-        engine.adapters.add(RECOVERY, found)
-        engine.adapters.default = RECOVERY
+    if recovery and prompt_pool is None:  # a soft prompt was learnt in front of the checkpoint as it is
+        _wear_recovery(engine, loras)
     engine.prompt_pool = None if prompt_pool is None else load_pool(prompt_pool, model, tokenizer, budget)
     engine.guard = None if guard is None else load_guard(guard, folder, model, tokenizer)
     engine.prefix_cache = None if prefix_cache is None else engine.new_prefix_cache(parse_bytes(prefix_cache))
@@ -220,3 +159,37 @@ def load(
         name = "prompt_cache_ro" if prompt_cache_ro else "prompt_cache_bytes"
         raise ConfigError(f"{name} has no effect without prompt_cache; name its folder, or leave {name} out")
     return engine
+
+
+def _find(path: str | Path | None) -> Path:
+    """Return the folder of a checkpoint, None for the model that ships."""
+    if path is None and not SHIPPED.is_dir():
+        raise NotFoundError("this installation carries no model; give --model DIR_OR_HUB_ID")
+    return resolve(SHIPPED if path is None else path)
+
+
+def _draft_model(
+    folder: str | Path | None, tokenizer: Tokenizer, budget: MemoryBudget, execution: Execution, *, is_asked: bool
+) -> DraftModelSource | None:
+    """Return what reads the draft model; one that was named is read now, so that errors come from here."""
+    if folder is None:
+        return None
+    how: dict[str, Any] = {"dtype": execution.dtype, "device": execution.device, "ignored": execution.ignored}
+    read = partial(read_draft_model, folder, tokenizer, budget, execution.weights, backend=execution.backend, **how)
+    source = DraftModelSource(read, is_asked=is_asked)
+    if is_asked:
+        source.decoder  # noqa: B018
+    return source
+
+
+def _wear_recovery(engine: Engine, loras: Collection[str]) -> None:
+    """Let answers that name no LoRA wear the model's recovery adapter, where there is one."""
+    found = recovery_of(engine.folder)
+    if RECOVERY in loras or found is None:
+        return
+    if engine.world is not None:
+        raise UnsupportedError(
+            f"{found} is not worn by a model on several ranks; leave out --parallel, or give --no-recovery"
+        )
+    engine.adapters.add(RECOVERY, found)
+    engine.adapters.default = RECOVERY
