@@ -7,8 +7,9 @@ any. Where we differ: prompts are drawn at temperature 1 from all tokens, and no
 nothing but the model's own text is learnt from.
 
 Prompts are drawn and answered as one stream: a sequence that ends makes room for the next at once, an answer if a
-prompt waits and a draw if none does, so that every pass of the model carries the same number of rows. Every answer is
-a line of a file that a killed run continues and that can be given to other trainings as ``--data``.
+prompt waits and a draw if none does, so that every pass of the model carries the same number of rows. What texts have
+in common at their beginning, the template's opening and a prompt that was drawn, is read once. Every answer is a line
+of a file that a killed run continues and that can be given to other trainings (``--answers``).
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ FRUITLESS = 3
 """Drawing is given up when as many draws in a row as three times the slots have brought no new prompt."""
 LEAST_ANSWER = 16
 """Prompts that leave room for fewer tokens of an answer are passed over."""
+SHARED_BYTES = 128 << 20
+"""Most memory for beginnings that texts share: the template's opening, and the prompt that was drawn behind it."""
 NOTE_S = 20.0
 """Seconds between lines of progress."""
 _PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
@@ -286,8 +289,14 @@ def own_text(
     answers = _Answers.open(path, engine)
     if answers.rows:
         note(f"{len(answers.rows)} answers of {answers.num_tokens:,} tokens were made before")
-    run = _Writing(engine, answers, budget, longest, asked, note)
-    run.go()
+    shares = engine.prefix_cache is None and not engine.model.stateful
+    if shares:
+        engine.prefix_cache = engine.new_prefix_cache(SHARED_BYTES)
+    try:
+        _Writing(engine, answers, budget, longest, asked, note).go()
+    finally:
+        if shares:
+            engine.prefix_cache = None
     return answers.pairs
 
 
