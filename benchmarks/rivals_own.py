@@ -43,7 +43,10 @@ from vivace.tuning import planned
 
 SYSTEMS: Mapping[str, tuple[str, ...]] = {
     "multirate": ("adapter.exit_layer=6", "find_reach=4", "plan.widths=[1,1,1]", "plan.weights=q4"),
-    "multirate-deep": ("adapter.exit_layer=20", "find_reach=2", "plan.widths=[1,1,1]", "plan.weights=q4"),
+    "multirate-deep": (
+        *("adapter.exit_layer=20", "adapter.feedback=false", "find_reach=0"),
+        *("plan.widths=[1,1,1]", "plan.weights=q4"),
+    ),
     "deed": ("adapter.exit_layer=6", "plan.widths=[1,1,1]", "plan.weights=q4"),
     "medusa": ("adapter.own_output=false", "plan.widths=[1,1,1]"),
     "eagle": ("plan.widths=[1,1,1]",),
@@ -58,8 +61,8 @@ SYSTEMS: Mapping[str, tuple[str, ...]] = {
 """Systems in the order of their training, and what each changes in its recipe for a model of thirty layers and 49,152
 tokens: output matrices for each head of Medusa would be as many weights as the whole model; streams that enter low, or
 a pruner that reads the whole head, would learn from a third of the text in the same time. ``multirate-deep`` exits
-where the residual has begun to name tokens (``exits``), as the published method does on models of this depth; its
-guesses cost three times as much."""
+where the residual has begun to name tokens (``exits``), without feedback and reach, which is the published method with
+a late gate; its guesses cost three times as much."""
 FREE = ("lookup", "lookahead", "quantized", "quantized+lookup", "auto")
 """Methods that are measured beside. The weights of ``quantized`` are those that a recipe has rounded, where there are
 any in ``--runs``; else they are rounded one by one while loading, and ``auto`` does not try them."""
