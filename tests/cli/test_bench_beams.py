@@ -32,6 +32,19 @@ def test_both_write_the_same_and_sources_are_counted_once(tmp_path: Path) -> Non
     assert len(ours["seconds"]) == 1
 
 
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_el_is_a_row_with_what_its_sources_take(tmp_path: Path, kind: str) -> None:
+    """Two sources, each in one block of states; keys and values of two layers are four times that for E = KD."""
+    report = report_of(make(tmp_path, kind), tmp_path / "out.json", "--num-beams", "3", "--peers", "el")
+    assert report["setting"]["attention"] == "shared"  # type: ignore[index]
+    ours, el = report["batches"]["2"]  # type: ignore[index]
+    assert (ours["system"], el["system"], el["num_different"]) == ("vivace", "el", 0)
+    assert el["num_tokens"] == ours["num_tokens"] > 0
+    assert el["cross_cache_bytes"] == 2 * 64 * 32 * 4
+    assert ours["cross_cache_bytes"] >= 2 * 2 * el["cross_cache_bytes"]
+    assert el["encode_s"] > 0
+
+
 @pytest.mark.skipif(importlib.util.find_spec("ctranslate2") is None, reason="needs the extra ctranslate2")
 def test_ctranslate2_takes_the_same_ids(tmp_path: Path) -> None:
     report = report_of(make(tmp_path, "t5"), tmp_path / "out.json", "--num-beams", "1", "--peers", "ctranslate2")
@@ -45,6 +58,7 @@ def test_ctranslate2_takes_the_same_ids(tmp_path: Path) -> None:
     [
         (["--peers", "fairseq"], "--peers 'fairseq' is none of"),
         (["--batches", "1,a"], "--batches takes positive numbers"),
+        (["--peers", "el", "--attention", "el"], "--attention el is what --peers el would be beside"),
     ],
 )
 def test_what_does_not_fit_is_one_line(

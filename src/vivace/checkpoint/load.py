@@ -28,8 +28,9 @@ from vivace.checkpoint.quantized.stored import QuantizedTensors
 from vivace.core.backend import Backend
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.backend import num_bytes
+from vivace.core.cross import Sources
 from vivace.core.model import Decoder
-from vivace.core.parts import Parts
+from vivace.core.parts import DenseParts, Parts
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.kernels.coded import Coded, RowCodes, stacked
 from vivace.kernels.grid_codes import grid_rows
@@ -83,6 +84,7 @@ def load_decoder(
     ignored: Sequence[str] = (),
     shard: Shard | None = None,
     reads_sources: bool = False,
+    sources: Sources = "shared",
 ) -> Decoder:
     """Load a decoder with the weights of a checkpoint, without gradients.
 
@@ -98,6 +100,7 @@ def load_decoder(
         ignored: unknown keys of config.json that are read as if they were not there.
         shard: what is read of the model, built by ``parts``; None is all of it.
         reads_sources: whether the caller can run a decoder behind an encoder; otherwise such a checkpoint is refused.
+        sources: what its layers read of a source (``core/cross.py``), unless ``parts`` say it.
 
     Raises:
         NotFoundError: there is no such checkpoint.
@@ -119,6 +122,8 @@ def load_decoder(
     kind = choose_dtype(dtype, written, place)
     chosen = None if backend is None else backend(kind)
     with torch.device("meta"):
+        if parts is None and shard is None:
+            parts = DenseParts(config, sources)
         decoder = Decoder(config if shard is None else shard.config, parts, chosen)
 
     def read(name: str) -> Tensor | Coded:

@@ -47,7 +47,13 @@ def batch(
             Options.of(settings),
             num_workers=workers,
             batch_tokens=batch_tokens,
-            settings=settings | {"dtype": load.dtype, "weights": load.weights, "kernels": engine.kernels.name},
+            settings=settings
+            | {
+                "dtype": load.dtype,
+                "weights": load.weights,
+                "kernels": engine.kernels.name,
+                "attention": engine.sources.name,
+            },
             progress=progress,
         )
     rate = done.num_prompts - done.num_answered_before

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,9 @@ from vivace.cli.loading import open_engine
 from vivace.cli.prompting import Prompts, read_prompts, split_names
 from vivace.errors import ConfigError
 from vivace.units import format_bytes
+
+if TYPE_CHECKING:
+    from vivace.engine import Engine
 
 
 @app.command("beams")
@@ -35,7 +38,11 @@ def beams(
     length_penalty: Annotated[float, typer.Option(help="Exponent of the length in scores.")] = 1.0,
     no_repeat_ngram_size: Annotated[int, typer.Option(help="No n-gram twice; 0: no such rule.", min=0)] = 0,
     peers: Annotated[
-        str, typer.Option(help="Who else runs: transformers, ctranslate2, ctranslate2-int8, with commas; none: nobody.")
+        str,
+        typer.Option(
+            help="Who else runs: el (vivace with --attention el), transformers, ctranslate2, ctranslate2-int8, with "
+            "commas; none: nobody."
+        ),
     ] = "transformers",
     repeats: Annotated[int, typer.Option(help="Rounds; systems take turns.", min=1)] = 3,
     threads: Annotated[int, typer.Option(help="Threads of every system.", min=1)] = 1,
@@ -47,16 +54,22 @@ def beams(
     """Measure beam search. Speeds are of the median round, encoders and prompts included, tokenizers not."""
     sizes = _numbers(batches)
     names = [] if peers == "none" else split_names(peers)
-    engine = open_engine(model, ["plain"], load, reads_sources=True)
-    from vivace.evaluate.beams import measure_beams
+    from vivace.evaluate.beams import EL, OURS, check_peers, measure_beams
     from vivace.evaluate.ctranslate2 import Search
     from vivace.evaluate.provenance import provenance
 
+    check_peers(names)
+    if EL in names and load.attention == EL:
+        raise ConfigError("--attention el is what --peers el would be beside; leave one of them out")
+    engine = open_engine(model, ["plain"], load, reads_sources=True)
+    engines: dict[str, Engine] = {OURS: engine}
+    if EL in names:
+        engines[EL] = open_engine(model, ["plain"], replace(load, attention=EL), reads_sources=True)
     texts = [row.request for row in read_prompts(prompts, limit)]
     ids = [engine.tokenizer.encode_prompt(text)[:longest_prompt] for text in texts]
     search = Search(num_beams, max_new_tokens, min_new_tokens, length_penalty, no_repeat_ngram_size)
     found = {
-        size: measure_beams(engine, ids, search, names, batch_size=size, repeats=repeats, num_threads=threads)
+        size: measure_beams(engines, ids, search, names, batch_size=size, repeats=repeats, num_threads=threads)
         for size in sizes
     }
     report = {
@@ -65,6 +78,7 @@ def beams(
             "model": engine.folder.name,
             "kernels": engine.kernels.name,
             "weights": engine.weights,
+            "attention": engine.sources.name,
             "num_prompts": len(ids),
             "mean_prompt_tokens": sum(map(len, ids)) / len(ids),
             "threads": threads,

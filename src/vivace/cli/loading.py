@@ -71,6 +71,7 @@ def open_engine(
         screened_head=load.screened_head,
         recovery=load.recovery,
         kv=load.kv,
+        attention=load.attention,
         memory=store.memory,
         reader=store.reader,
         prompt_cache=cache.prompt_cache,
@@ -89,6 +90,8 @@ def open_engine(
         engine.check_has_no_encoder()
     for note in engine.notes:
         console.note(note)
+    if engine.model.encoder is not None:
+        console.note(f"attention {engine.sources.name}: {engine.sources.reason}")
     if engine.storage is not None:
         console.note(engine.storage.report)
     if engine.world is not None:

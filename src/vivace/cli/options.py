@@ -155,6 +155,15 @@ KeyValues = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+Attention = Annotated[
+    str,
+    typer.Option(
+        "--attention",
+        help="What is kept of a source (models with an encoder): shared (keys and values of each layer), el (the "
+        "encoder's states, once), auto: shared unless --memory is too little for it.",
+        rich_help_panel=_MODEL,
+    ),
+]
 PromptCache = Annotated[
     Path | None,
     typer.Option(
@@ -308,6 +317,7 @@ class LoadFlags:
     recovery: Recovery = True
     ignore_config_key: IgnoreConfigKey = None
     kv: KeyValues = "same"
+    attention: Attention = "auto"
     prompt_pool: PromptPool = None
     remember: Remember = True
 

@@ -4,10 +4,12 @@ A source is read once. Every layer of the decoder projects the encoder's output 
 stored in a cache beside that of the text, by slot (``KVCache.beside``). From then on attention to a source is attention
 of single rows to stored entries, like any other, only that all of them are read by all rows. So the beams of a search,
 which are rows of one slot, share a source without a copy, and nothing is moved when beams change places
-(FastSeq, Yan et al. 2021, arXiv:2106.04718).
+(FastSeq, Yan et al. 2021, arXiv:2106.04718). In ``el_attention.py`` the layers share what is stored, too.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -15,6 +17,9 @@ from vivace.core.attention import Attention
 from vivace.core.config import ModelConfig
 from vivace.core.layers import make_norm
 from vivace.core.step import Step
+
+Sources = Literal["shared", "el"]
+"""What is stored of a source: keys and values of each layer, which all beams share, or the encoder's states."""
 
 
 class CrossAttention(nn.Module):
@@ -43,5 +48,9 @@ class CrossAttention(nn.Module):
         c = self.config
         x = h if self.norm is None else self.norm(h)
         q = self.q(x).view(len(h), c.num_heads, c.head_dim)
-        y: Tensor = self.o(self.attention(q, step.beside).reshape(len(h), -1), h)
+        y: Tensor = self.o(self._read(q, step.beside).reshape(len(h), -1), h)
         return y if self.sum_norm is None else self.sum_norm(y)
+
+    def _read(self, q: Tensor, step: Step) -> Tensor:
+        """Return the attention of queries to what is stored of their sources, (T, H, D) -> (T, H, D)."""
+        return self.attention(q, step)

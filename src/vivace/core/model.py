@@ -17,6 +17,7 @@ from vivace.core.backend import Backend, TorchBackend
 from vivace.core.blocks import WIDEST_INT8, Account, BlockStore
 from vivace.core.cache import KVCache, slot_bytes, specs_of
 from vivace.core.config import ModelConfig
+from vivace.core.el_attention import ElAttention, StateCache, state_spec
 from vivace.core.layers import make_norm
 from vivace.core.low_rank import add_low_rank
 from vivace.core.moe import MixtureOfExperts
@@ -241,6 +242,7 @@ class Decoder(nn.Module):
         self.has_int8_entries = False
         """Whether keys and values are stored in eight bits."""
         self._blocks: BlockStore | None = None
+        self._states: BlockStore | None = None
         self.stateful: Sequence[Stateful] = parts.stateful()
         """Parts with state for each sequence (windows of neurons); every session opens a state of each."""
 
@@ -308,8 +310,9 @@ class Decoder(nn.Module):
             store.specs, num_slots, capacity, row_count=row_count, dtype=store.dtype, store=store, account=account
         )
         if self.config.encoder is not None:
-            most = self.config.encoder.max_positions
-            cache.beside = KVCache(store.specs, num_slots, most, dtype=store.dtype, store=store, account=account)
+            most, kind = self.config.encoder.max_positions, StateCache if self.keeps_states else KVCache
+            store = self.source_blocks
+            cache.beside = kind(store.specs, num_slots, most, dtype=store.dtype, store=store, account=account)
         return cache
 
     def read_source(self, source: Sequence[int] | Tensor, slot: int, cache: KVCache) -> None:
@@ -352,7 +355,23 @@ class Decoder(nn.Module):
 
     def source_bytes(self, count: int) -> int:
         """Return the bytes that a source of so many tokens takes in the cache; 0 without an encoder."""
+        if self.keeps_states:
+            return slot_bytes([state_spec(self.config)], count, self.dtype)
         return 0 if self.config.encoder is None else self.slot_bytes(count)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether sources are kept as the encoder's states, once for all layers (``el_attention.py``)."""
+        return any(isinstance(layer, Layer) and isinstance(layer.cross, ElAttention) for layer in self.layers[:1])
+
+    @property
+    def source_blocks(self) -> BlockStore:
+        """Return the blocks of all sources: those of the texts, unless states are kept, which have another size."""
+        if not self.keeps_states:
+            return self.blocks
+        if self._states is None or (self._states.dtype, self._states.device) != (self.dtype, self.device):
+            self._states = BlockStore([state_spec(self.config)], dtype=self.dtype, device=self.device)
+        return self._states
 
     @property
     def blocks(self) -> BlockStore:

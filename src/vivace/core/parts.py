@@ -14,7 +14,8 @@ from torch import nn
 
 from vivace.core.attention import Attention
 from vivace.core.config import ModelConfig
-from vivace.core.cross import CrossAttention
+from vivace.core.cross import CrossAttention, Sources
+from vivace.core.el_attention import ElAttention
 from vivace.core.layers import FeedForward, Linear, RMSNorm
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.seams import Stateful
@@ -59,8 +60,10 @@ class Parts(Protocol):
 class DenseParts:
     """Makes modules with all weights in memory, which the checkpoint loader fills."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, sources: Sources = "shared") -> None:
+        """Make modules of a model, whose layers read sources as ``sources`` says."""
         self.config = config
+        self.sources = sources
 
     def projection(self, layer: int, site: str) -> nn.Module:
         """Make the fused projection "qkv" with ``(H + 2K) D`` outputs, or the projection "o"."""
@@ -101,13 +104,12 @@ class DenseParts:
         if c.encoder is None:
             return None
         heads, keys = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        return CrossAttention(
-            c,
-            Linear(c.width, heads, bias=c.qkv_bias),
-            Linear(c.encoder.width, 2 * keys, bias=c.qkv_bias),
-            Linear(heads, c.width, bias=c.output_bias),
-            Attention(replace(c, windows=(), relative=None), layer),
-        )
+        q = Linear(c.width, heads, bias=c.qkv_bias)
+        kv = Linear(c.encoder.width, 2 * keys, bias=c.qkv_bias)
+        o = Linear(heads, c.width, bias=c.output_bias)
+        if self.sources == "el":
+            return ElAttention(c, q, kv, o, is_first=layer == 0)
+        return CrossAttention(c, q, kv, o, Attention(replace(c, windows=(), relative=None), layer))
 
     def encoder(self) -> Parts | None:
         """Return the same for the encoder, or None where the model has none."""

@@ -26,6 +26,7 @@ from vivace.core.step import Step
 from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Lead, Request, StopRule
 from vivace.decode.session import Session
+from vivace.engine.sources import SourceChoice
 from vivace.errors import CapacityError, ConfigError, UnsupportedError
 from vivace.kernels.choice import KernelChoice
 from vivace.methods.composition import Methods, adapters_by_method
@@ -67,6 +68,8 @@ class Engine:
         """Format of the matrices in memory; "bf16" is as in the checkpoint."""
         self.storage: Storage | None = None
         """The store that weights are streamed from; None if all are in memory."""
+        self.sources = SourceChoice("shared", "")
+        """What is kept of a source by a model with an encoder, and the reason."""
         self.steps_per_call: int | None = None
         """Largest number of steps that a session takes in one native call (``Session``)."""
         self.memory = methods.memory

@@ -13,6 +13,7 @@ import torch
 from vivace.checkpoint.load import choose_device, load_decoder
 from vivace.core.backend import Backend
 from vivace.core.cpu.backend import backend_of
+from vivace.core.cross import Sources
 from vivace.core.cuda.backend import graphs_backend
 from vivace.core.footprint import held_bytes
 from vivace.core.model import Decoder
@@ -90,8 +91,18 @@ def open_checkpoint(
     kv: str,
     screened_head: bool | None,
     ranks: SharedLoading | None,
+    sources: Sources,
 ) -> Opened:
     """Read a checkpoint into memory, on all ranks where there are several.
+
+    Args:
+        folder: of the checkpoint.
+        execution: how it is to run.
+        budget: what may be held.
+        kv: format of keys and values.
+        screened_head: as ``vivace.load`` takes it.
+        ranks: which share it; None for one machine.
+        sources: what layers read of a source.
 
     Raises:
         MemoryLimitError: it does not fit.
@@ -100,7 +111,7 @@ def open_checkpoint(
     hint = ", or a store, which runs in less: vivace convert --store"
     check_room(budget, folder, "the model", execution.dtype, execution.weights, hint, ignored=execution.ignored)
     screens = False if screened_head is None and budget.limit_bytes is not None else screened_head
-    read: Callable[..., Decoder] = partial(load_decoder, reads_sources=True)
+    read: Callable[..., Decoder] = partial(load_decoder, reads_sources=True, sources=sources)
     if ranks is not None:
         read = partial(ranks.load, kv=kv, kernels=execution.choice.name, weights=execution.weights)
     how: dict[str, Any] = {"dtype": execution.dtype, "device": execution.device, "ignored": execution.ignored}

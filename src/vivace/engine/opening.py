@@ -18,6 +18,7 @@ from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer
 from vivace.decode.memory import MemoryBudget
 from vivace.engine.engine import Engine
 from vivace.engine.execution import Execution, check_reader, open_checkpoint, open_store
+from vivace.engine.sources import choose_sources
 from vivace.errors import ConfigError, NotFoundError, UnsupportedError
 from vivace.methods.composition import DraftModelSource, Methods, adapters_by_method, read_draft_model
 from vivace.parallel.loading import SharedLoading, on_all_ranks
@@ -48,6 +49,7 @@ def load(
     prompt_cache_ro: bool = False,
     prompt_cache_bytes: str | int | None = None,
     kv: str = "same",
+    attention: str = "auto",
     reader: str = "auto",
     screened_head: bool | None = None,
     ignore_config_keys: Sequence[str] = (),
@@ -87,6 +89,9 @@ def load(
         prompt_cache_ro: whether texts are found there and none is added.
         prompt_cache_bytes: most bytes of that folder; None is 4GiB.
         kv: format of keys and values: "same" as the weights' dtype, or "int8", half the memory and lossy.
+        attention: what is kept of a source by a model with an encoder: "shared" (keys and values of each layer, which
+            all beams share), "el" (the encoder's states, once for all layers: EL-attention, less memory and more
+            arithmetic), or "auto", which is "shared" unless ``memory`` does not suffice for it.
         reader: how a store is read: "auto" (the fastest here), "direct", "buffered" or "mmap".
         screened_head: whether the head is kept a second time in int8, so that greedy decoding finds the same tokens
             reading half of its bytes. None does so for large heads on native kernels, unless ``memory`` is limited.
@@ -124,6 +129,7 @@ def load(
     if adapter_memory is not None and not loras:
         raise ConfigError("adapter_memory has no effect without a LoRA among adapters; leave it out")
     budget = MemoryBudget(None if memory is None else parse_bytes(memory))
+    sources = choose_sources(attention, folder, execution, kv=kv, limit=budget.limit_bytes)
     own = folder / OWN_DRAFT if (folder / OWN_DRAFT / "config.json").is_file() else None
     smaller = own if draft_model is None else draft_model
     if is_store(folder):
@@ -133,7 +139,8 @@ def load(
         opened = open_store(folder, execution, budget, kv=kv, reader=reader, beside_bytes=beside)
     else:
         check_reader(reader, folder)
-        opened = open_checkpoint(folder, execution, budget, kv=kv, screened_head=screened_head, ranks=ranks)
+        how: dict[str, Any] = {"kv": kv, "screened_head": screened_head, "ranks": ranks, "sources": sources.name}
+        opened = open_checkpoint(folder, execution, budget, **how)
     model, execution = opened.model, opened.execution
     tokenizer = find_tokenizer(folder)
     second = _draft_model(smaller, tokenizer, budget, execution, is_asked=draft_model is not None)
@@ -141,7 +148,7 @@ def load(
     methods.remembers = remember
     defaults, choice = load_generation_defaults(folder), execution.run_by(model)
     engine = Engine(model, tokenizer, methods, defaults, choice, execution.weights)
-    engine.storage = opened.storage
+    engine.storage, engine.sources = opened.storage, sources
     engine.ignored_config_keys = execution.ignored
     if ranks is not None:
         engine.world, engine.prefills = ranks.world, Prefills(model, folder, ranks.prefill)

@@ -8,7 +8,7 @@ compared with those of this engine, token by token.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,9 @@ Texts = list[tuple[int, ...]]
 System = Callable[[Sequence[Sequence[int]]], Texts]
 """Answers a batch of prompts, each given and answered in token ids without an end token."""
 OURS = "vivace"
-PEERS = ("transformers", *KINDS)
+EL = "el"
+"""This program with EL-attention, as a peer: the encoder's states in the place of keys and values of sources."""
+PEERS = (EL, "transformers", *KINDS)
 
 
 class Searching(Protocol):
@@ -61,7 +63,8 @@ class BeamRow:
     num_different: int = 0
     """Answers that are other tokens than those of this engine."""
     cross_cache_bytes: int | None = None
-    """Of keys and values of the sources of the largest batch; None where nothing is known of them."""
+    """Of what is kept of the sources of the largest batch (keys and values of every layer, or with ``EL`` the states);
+    None where nothing is known of them."""
     encode_s: float | None = None
     """Seconds of one round over all prompts that went into reading sources or prompts."""
 
@@ -76,7 +79,7 @@ class BeamRow:
 
 
 def measure_beams(
-    engine: Searching,
+    engines: Mapping[str, Searching],
     prompts: Sequence[Sequence[int]],
     search: Search,
     peers: Sequence[str],
@@ -88,7 +91,7 @@ def measure_beams(
     """Measure this engine and peers.
 
     Args:
-        engine: with the weights in memory.
+        engines: of one checkpoint, with the weights in memory: ``OURS``, and ``EL`` where that is a peer.
         prompts: token ids.
         search: settings of all systems.
         peers: names among ``PEERS``.
@@ -100,17 +103,17 @@ def measure_beams(
         ConfigError: a peer is unknown.
         DependencyError: a peer is not installed.
     """
-    for name in peers:
-        if name not in PEERS:
-            raise ConfigError(f"--peers {name!r} is none of {', '.join(PEERS)}{nearest(name, PEERS)}")
+    check_peers(peers)
     torch.set_num_threads(num_threads)
     batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
-    ours = _Ours(engine, search)
+    engine = engines[OURS]
     rows = [BeamRow(OURS, _name(engine.model.dtype))]
-    systems: list[System] = [ours]
+    systems: list[System] = [_Ours(engine, search)]
     for name in peers:
         system: System
-        if name == "transformers":
+        if name == EL:
+            system, dtype = _Ours(engines[EL], search), _name(engines[EL].model.dtype)
+        elif name == "transformers":
             system, dtype = _transformers(engine, batches[0], search)
         else:
             converted = CTranslate2(engine.folder, engine.tokenizer, name, num_threads=num_threads)
@@ -119,7 +122,8 @@ def measure_beams(
         rows.append(BeamRow(name, dtype))
     for system in systems:
         system(batches[0])
-    ours.encode_s = 0.0
+        if isinstance(system, _Ours):
+            system.encode_s = 0.0
     answers: list[Texts] = [[] for _ in systems]
     for _ in range(repeats):
         for place, (row, system) in enumerate(zip(rows, systems, strict=True)):
@@ -128,11 +132,23 @@ def measure_beams(
             row.seconds.append(time.perf_counter() - started)
     for row, texts in zip(rows, answers, strict=True):
         _count(row, texts, answers[0], batch_size)
-    rows[0].cross_cache_bytes, rows[0].encode_s = ours.cross_cache_bytes, ours.encode_s / repeats
-    for row in rows:
-        if row.system == "transformers" and ours.cross_cache_bytes:
+    for row, system in zip(rows, systems, strict=True):
+        if isinstance(system, _Ours):
+            row.cross_cache_bytes, row.encode_s = system.cross_cache_bytes, system.encode_s / repeats
+        if row.system == "transformers" and engine.model.encoder is not None:
             row.cross_cache_bytes = _repeated_bytes(engine, batches, search.num_beams, row.dtype)
     return rows
+
+
+def check_peers(peers: Sequence[str]) -> None:
+    """Refuse names that are none of ``PEERS``.
+
+    Raises:
+        ConfigError: one of them is none.
+    """
+    for name in peers:
+        if name not in PEERS:
+            raise ConfigError(f"--peers {name!r} is none of {', '.join(PEERS)}{nearest(name, PEERS)}")
 
 
 def _count(row: BeamRow, texts: Texts, ours: Texts, batch_size: int) -> None:

@@ -28,6 +28,7 @@ from vivace.core.cpu.packed import (
 )
 from vivace.core.cpu.span import NativeSpan
 from vivace.core.draft_rows import Chain
+from vivace.core.el_attention import ElAttention, reader_of
 from vivace.core.layers import FeedForward, LayerNorm, Linear, RMSNorm
 from vivace.core.low_rank import FixedFactors
 from vivace.core.model import Decoder, Layer
@@ -188,6 +189,8 @@ class CpuBackend:
         """Pack one layer."""
         layer = decoder.layers[index]
         assert isinstance(layer, Layer)
+        if isinstance(layer.cross, ElAttention):
+            layer.cross.lay_out(self.projection)
         self._replace(layer)
         fits = self.body is not None and decoder.config.group <= MAX_GROUP
         if self.body is not None and fits and type(layer.attention) is Attention:
@@ -196,7 +199,9 @@ class CpuBackend:
             layer.attention.relative = relative
             self.rows_up_to = ROWS_UP_TO
         if self.body is not None and fits and layer.cross is not None and type(layer.cross.attention) is Attention:
-            layer.cross.attention = NativeAttention(replace(decoder.config, windows=()), layer.index, self.body)
+            reads_states = isinstance(layer.cross, ElAttention)
+            sizes = reader_of(decoder.config) if reads_states else replace(decoder.config, windows=())
+            layer.cross.attention = NativeAttention(sizes, layer.cross.attention.layer, self.body)
 
     def finish(self, decoder: Decoder) -> None:
         """Make the span and the chain where the layers are of the common kind, and pack an encoder."""

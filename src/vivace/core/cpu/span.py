@@ -122,8 +122,10 @@ class NativeSpan:
 
     @staticmethod
     def of(decoder: Decoder, body: NativeBody) -> NativeSpan | None:
-        """Make the span of a packed decoder, or return None for the reason that ``why_no_span`` gives."""
-        if why_no_span(decoder.config) is not None:
+        """Make the span of a packed decoder, or return None for the reason that ``why_no_span`` gives, and where layers
+        read states, which native calls over several layers do not.
+        """
+        if why_no_span(decoder.config) is not None or decoder.keeps_states:
             return None
         return NativeSpan(decoder, body) if _fetches_nothing(decoder) else MixtureSpan(decoder, body)
 
