@@ -105,7 +105,7 @@ def test_a_source_fits_that_did_not(tmp_path: Path) -> None:
         ({"kv": "int8"}, "kv int8 has keys and values in eight bits, and states are not rounded"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_reason(folder: Path, asked: dict[str, str], reason: str) -> None:
+def test_what_cannot_be_is_refused_with_its_reason(folder: Path, asked: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedError, match=f"EL-attention is not for this model: {reason}"):
         vivace.load(folder, attention="el", **asked)
 

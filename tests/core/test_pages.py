@@ -69,6 +69,18 @@ def test_a_few_blocks_stay_allocated_for_the_next_text_and_no_more() -> None:
     assert not any(stored.any() for layer in range(8) for stored in cache.store.stored(layer))
 
 
+@linux_only
+def test_entries_without_values_are_freed() -> None:
+    """The states of sources that EL-attention reads, 32 MiB of them."""
+    cache = KVCache([LayerSpec(1, 1024, 0)], 1, 8192)
+    assert cache.slot_bytes(8192) == 8192 * 1024 * 4
+    write(cache, 0, 8192)
+    held = resident()
+    cache.release([0])
+    assert resident() < held - cache.slot_bytes(8192) + WARM_BYTES + MIB
+    assert not any(stored.any() for stored in cache.store.stored(0))
+
+
 @pytest.mark.parametrize("spec", [LayerSpec(2, 80, 80), LayerSpec(3, 16, 24), LayerSpec(1, 65, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_slot_that_is_given_back_is_zero_and_its_neighbours_are_not(spec: LayerSpec, dtype: torch.dtype) -> None:

@@ -35,7 +35,8 @@ SEARCHES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module", params=sorted(ENCODER_DECODERS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path: Path = tmp_path_factory.mktemp(request.param)
-    make_encoder_decoder(request.param).save_pretrained(path)
+    theirs: Any = make_encoder_decoder(request.param)
+    theirs.save_pretrained(path)
     with torch.inference_mode():
         yield path
 
@@ -43,8 +44,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def both(folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[Decoder, Decoder]:
     """The model with keys and values of sources, and with states."""
     shared, el = (
-        load_decoder(folder, dtype, reads_sources=True, sources=sources, **how)
-        for sources in ("shared", "el")  # type: ignore[arg-type]
+        load_decoder(folder, dtype, reads_sources=True, sources=sources, **how) for sources in ("shared", "el")
     )
     return shared, el
 
@@ -80,7 +80,14 @@ def test_every_layer_reads_the_same_in_float64(folder: Path) -> None:
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_query_heads_that_share_keys(num_kv_heads: int) -> None:
     """No family has them beside an encoder; nor an encoder of another width."""
-    sizes = {"vocab_size": 20, "num_heads": 4, "head_dim": 6, "ffn_width": 8, "max_positions": 64, "num_layers": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 20,
+        "num_heads": 4,
+        "head_dim": 6,
+        "ffn_width": 8,
+        "max_positions": 64,
+        "num_layers": 2,
+    }
     encoder = ModelConfig(**sizes, width=10, num_kv_heads=4, positions="learned", is_causal=False)
     config = ModelConfig(
         **sizes, width=16, num_kv_heads=num_kv_heads, positions="learned", qkv_bias=True, encoder=encoder

@@ -21,9 +21,9 @@ NAME = "served"
 ASKED = {"use_beam_search": True, "length_penalty": 2.0, "early_stopping": "never", "best_of": 4}
 
 
-@pytest.fixture(scope="module")
-def translator(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    return vivace.load(make(tmp_path_factory.mktemp("t5"), "t5"))
+@pytest.fixture(scope="module", params=["shared", "el"])
+def translator(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return vivace.load(make(tmp_path_factory.mktemp("t5"), "t5"), attention=request.param)
 
 
 @pytest.fixture(scope="module")

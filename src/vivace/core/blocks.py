@@ -388,7 +388,7 @@ class BlockPool:
         for first, stop in self._runs(blocks):
             for part in (part for stored in self._stored for part in stored):
                 width = part.shape[2] * part.itemsize
-                if not width or self.size * width % PAGE:
+                if self.size * width % PAGE:
                     part[:, first:stop] = 0
                     continue
                 start = part.data_ptr() - base

@@ -74,7 +74,8 @@ class ElAttention(CrossAttention):
 
     def _by_head(self, project: Callable[[int, Tensor], Tensor], head: int, x: Tensor) -> Tensor:
         """Project the queries that share a key head, (T, H/K, in) -> (T, H/K, out)."""
-        return project(head, x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        y: Tensor = project(head, x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return y
 
     def _expand(self, head: int, q: Tensor) -> Tensor:
         if self.expansions:
@@ -141,8 +142,8 @@ def state_spec(config: ModelConfig) -> LayerSpec:
 def reader_of(config: ModelConfig) -> ModelConfig:
     """Return the sizes by which a layer's attention reads states."""
     assert config.encoder is not None
-    sizes = {"num_kv_heads": 1, "head_dim": config.encoder.width, "attention_scale": config.scale}
-    return replace(config, windows=(), relative=None, positions="learned", **sizes)
+    plain = replace(config, windows=(), relative=None, positions="learned")
+    return replace(plain, num_kv_heads=1, head_dim=config.encoder.width, attention_scale=config.scale)
 
 
 ROUNDED = "matrices of keys are stored in few bits row by row, and it multiplies by their columns"
