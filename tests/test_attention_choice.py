@@ -15,6 +15,7 @@ from tests.test_encoder_decoders import SEARCH, SOURCES, make
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.load import least_bytes
 from vivace.cli.app import run
+from vivace.engine.execution import Execution
 from vivace.engine.sources import choose_sources
 from vivace.errors import ConfigError, UnsupportedError
 
@@ -66,16 +67,16 @@ def test_batch_answers_the_same_and_keeps_the_two_apart(folder: Path, tmp_path: 
 
 
 def test_auto_takes_states_where_memory_is_too_little(folder: Path) -> None:
+    plain, rounding = (Execution.of("auto", weights, "auto", "auto", ()) for weights in ("bf16", "int8"))
     least = least_bytes(folder)
-    asked: dict[str, Any] = {"dtype": "auto", "weights": "bf16", "kv": "same"}
-    tight = choose_sources("auto", folder, limit=least + (64 << 10), **asked)
+    tight = choose_sources("auto", folder, plain, limit=least + (64 << 10), kv="same")
     assert tight.name == "el"
     assert "are left beside the weights; states of the source take" in tight.reason
-    wide = choose_sources("auto", folder, limit=least + (64 << 20), **asked)
+    wide = choose_sources("auto", folder, plain, limit=least + (64 << 20), kv="same")
     assert (wide.name, "are left beside the weights" in wide.reason) == ("shared", True)
-    assert choose_sources("auto", folder, limit=None, **asked).reason == "no limit of memory was given"
+    assert choose_sources("auto", folder, plain, limit=None, kv="same").reason == "no limit of memory was given"
     least = least_bytes(folder, weights="int8")
-    rounded = choose_sources("auto", folder, limit=least + (64 << 10), dtype="auto", weights="int8", kv="same")
+    rounded = choose_sources("auto", folder, rounding, limit=least + (64 << 10), kv="same")
     assert rounded.name == "shared"
     assert "but EL-attention is not for this model: with int8 weights" in rounded.reason
 
