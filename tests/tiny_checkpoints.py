@@ -73,13 +73,15 @@ def _made(seed: int, vocab_size: int, context: int, layers: int) -> Path:
     return folder
 
 
-def make_adapter(folder: Path, checkpoint: Path, *, kind: str = "multirate", gate: int = 1) -> Path:
+def make_adapter(
+    folder: Path, checkpoint: Path, *, kind: str = "multirate", gate: int = 1, plan: DraftPlan | None = None
+) -> Path:
     """Write an untrained accelerator for a checkpoint."""
     torch.manual_seed(2)
     config = MultirateConfig(exit_layer=gate, rank=4, bottleneck=8)
     tensors = Accelerator(config, load_config(checkpoint)).tensors()
-    plan = asdict(DraftPlan.chain(3))
-    save_adapter(folder, kind, base_hash(checkpoint), plan, asdict(config), tensors)
+    written = asdict(plan or DraftPlan.chain(3))
+    save_adapter(folder, kind, base_hash(checkpoint), written, asdict(config), tensors)
     return folder
 
 

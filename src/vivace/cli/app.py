@@ -101,7 +101,8 @@ def run(args: Sequence[str]) -> int:
     follows = is_shared and os.environ.get("RANK", "0") != "0"
     console.is_quiet = "--quiet" in flags or follows
     try:
-        return int(build()(args=words, prog_name="vivace", standalone_mode=False) or 0)
+        with console.says_what_takes_long():
+            return int(build()(args=words, prog_name="vivace", standalone_mode=False) or 0)
     except (Exception, Abort) as error:  # noqa: BLE001 - the last resort: whatever it is, the user gets one line
         if "--traceback" in flags:
             traceback.print_exc()

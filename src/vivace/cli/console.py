@@ -7,6 +7,7 @@ only if stderr is a terminal.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,18 @@ from typing import Any
 
 Progress = Callable[[int, int], None]
 """Callback that takes the amount done and the total amount."""
+
+
+class _Notes(logging.Handler):
+    """Shows log records as notes."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show the sentence."""
+        self._show(record.getMessage())
 
 
 class Console:
@@ -36,6 +49,21 @@ class Console:
         """Write a line about the work to stderr, unless quiet."""
         if not self.is_quiet:
             print(text, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def says_what_takes_long(self) -> Iterator[None]:
+        """Write as notes what ``core`` logs of work that takes seconds; callers of the library have it in the log."""
+        log, shown = logging.getLogger("vivace.core"), _Notes(self.note)
+        before = log.level, log.propagate
+        log.addHandler(shown)
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        try:
+            yield
+        finally:
+            log.removeHandler(shown)
+            log.setLevel(before[0])
+            log.propagate = before[1]
 
     def error(self, text: str) -> None:
         """Write the reason why there is no result to stderr, on one line, quiet or not."""
