@@ -129,7 +129,8 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if target == FOREIGN:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     is_inference = torch.is_inference_mode_enabled() and all(value.is_inference() for value in foreign)
-    with torch.inference_mode(is_inference):  # a view is of the kind of its base
+    # a view is of the kind of its base; what is differentiated are the tensors outside
+    with torch.inference_mode(is_inference), torch.no_grad():
         result = func(*tree_map(_held, args), **tree_map(_held, kwargs))
         if func._schema.is_mutable:
             return _same(func, args, kwargs, result)

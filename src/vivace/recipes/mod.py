@@ -60,7 +60,9 @@ class ModRecipe(WholeRecipe):
         random.Random(self.decoder.seed).shuffle(pairs)
         rows = Rows(engine.tokenizer, self.decoder.longest)
         batches = rows.batches(pairs[: self.decoder.held_back], self.decoder.tokens_per_batch)
-        routers = objective.routers.to(engine.model.dtype)  # thresholds belong to the weights as they are stored
+        routers = objective.routers.to(
+            engine.model.device, engine.model.dtype
+        )  # thresholds belong to the weights as they are stored
         plan = thresholds_on(engine.model, routers, batches)
         folder = out / "adapters" / "mod"
         save_adapter(folder, "mod", base_hash(out), asdict(plan), asdict(self.adapter), routers.tensors())

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from vivace.engine import Engine, load
 from vivace.errors import CorruptError
 from vivace.files import write_text
+from vivace.kernels.choice import choose
+from vivace.methods.composition import Methods
 from vivace.train.variation import Pair
 
 
@@ -18,9 +23,21 @@ def placed(engine: Engine) -> dict[str, Any]:
     return {"device": str(engine.model.device), "dtype": str(engine.model.dtype).removeprefix("torch.")}
 
 
+def decodes_apart(device: torch.device) -> bool:
+    """Return whether a decoder on a device decodes on other kernels than it is trained on, which lay out a copy."""
+    return choose(device=device).body is not None
+
+
 def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None) -> Engine:
-    """Open the same decoder with the kernels that decode fastest; while training it runs on PyTorch's."""
+    """Return the same decoder on the kernels that decode fastest, with weights of methods by name.
+
+    While training it runs on PyTorch's kernels. Where those are the fastest, as on a GPU, it is not loaded twice.
+    """
     stored = engine.storage
+    if stored is None and not decodes_apart(engine.model.device):
+        same, methods = copy(engine), engine.methods
+        same.methods = Methods(engine.model, engine.folder, adapters or {}, methods.second, memory=engine.memory)
+        return same
     return load(
         engine.folder,
         **placed(engine),
@@ -79,6 +96,8 @@ def complete_lines(path: Path) -> list[dict[str, Any]]:
         rows = [json.loads(line) for line in whole.split("\n")[:-1]]
     except json.JSONDecodeError as exc:
         raise CorruptError(f"{path} is not a file of JSON lines: {exc}; delete it to begin again") from exc
-    if strange := next((row for row in rows if not isinstance(row, dict) or "prompt" not in row), None):
+    if strange := next(
+        (row for row in rows if not isinstance(row, dict) or not {"prompt", "messages"} & row.keys()), None
+    ):
         raise CorruptError(f"{path} has a line that is no answer: {str(strange)[:60]}; delete it to begin again")
     return rows

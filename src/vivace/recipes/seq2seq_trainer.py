@@ -18,7 +18,7 @@ import torch
 from vivace.checkpoint.bpe import save_bpe, train_bpe
 from vivace.checkpoint.files import read_json, resolve, staged
 from vivace.checkpoint.generation import load_generation_defaults
-from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.load import choose_device, load_decoder
 from vivace.checkpoint.save import copy_text_files, forget_shards, write_decoder
 from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from vivace.core.model import Decoder
@@ -42,7 +42,12 @@ _DEFAULTS = "generation_config.json"
 
 
 def train_seq2seq(
-    recipe: Seq2SeqRecipe, prompts: Sequence[Prompt], out: Path, report: Report, base: str | Path | None = None
+    recipe: Seq2SeqRecipe,
+    prompts: Sequence[Prompt],
+    out: Path,
+    report: Report,
+    base: str | Path | None = None,
+    device: str | torch.device = "auto",
 ) -> TrainResult:
     """Train and save an encoder-decoder model.
 
@@ -52,13 +57,15 @@ def train_seq2seq(
         out: folder of the checkpoint; a run that was killed is continued there.
         report: receives progress.
         base: checkpoint to go on from; without, a T5 of the recipe's shape.
+        device: where it is trained, as for ``choose_device``.
 
     Raises:
         ConfigError: there are too few rows, neither a shape nor a base, or ``out`` is the base.
-        UnsupportedError: the base has no encoder.
+        UnsupportedError: the base has no encoder, or there is no such device.
         CapacityError: the training needs more memory than is free, or all texts are too long.
         MismatchError: ``out`` holds a run with another recipe or data.
     """
+    place = choose_device(device)
     if base is None and recipe.shape is None:
         raise ConfigError("give a base (--model), or a recipe with the shape of a model to train from scratch")
     if base is not None and resolve(base).resolve() == out.resolve():
@@ -67,11 +74,11 @@ def train_seq2seq(
         raise ConfigError("languages are for a base whose tokenizer names them; leave them out, or give --model")
     pairs = _pairs(recipe, prompts)
     tokenizer, source = _tokenizer(recipe, pairs, out, base)
-    model = _first_model(recipe, tokenizer, base)
+    model = _first_model(recipe, tokenizer, base).to(place)
     start = load_generation_defaults(source).get("decoder_start_token_id")
     if start is None:
         raise ConfigError(f"{source} names no decoder_start_token_id, with which texts of this model begin; add it")
-    rows = SourceRows(tokenizer, int(start), recipe.longest_source, recipe.longest)
+    rows = SourceRows(tokenizer, int(start), recipe.longest_source, recipe.longest, place)
     held_back = rows.batches(pairs[: recipe.held_back], recipe.tokens_per_batch)
     batches = _batches(recipe, rows, pairs[recipe.held_back :])
     plan = json.dumps({"recipe": asdict(recipe), "rows": len(pairs), "base": str(base or "")}, sort_keys=True)

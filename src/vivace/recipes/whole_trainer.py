@@ -17,7 +17,7 @@ import torch
 
 from vivace.checkpoint.bpe import save_bpe, train_bpe
 from vivace.checkpoint.files import read_json, resolve, staged
-from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.load import choose_device, load_decoder
 from vivace.checkpoint.save import copy_text_files, forget_shards, write_decoder
 from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from vivace.core.model import Decoder
@@ -40,7 +40,12 @@ _DEFAULTS = "generation_config.json"
 
 
 def train_whole(
-    recipe: WholeRecipe, prompts: Sequence[Prompt], out: Path, report: Report, base: str | Path | None = None
+    recipe: WholeRecipe,
+    prompts: Sequence[Prompt],
+    out: Path,
+    report: Report,
+    base: str | Path | None = None,
+    device: str | torch.device = "auto",
 ) -> TrainResult:
     """Train and save a decoder.
 
@@ -50,6 +55,7 @@ def train_whole(
         out: folder of the checkpoint; a run that was killed is continued there.
         report: receives progress.
         base: checkpoint to fine-tune, where the recipe has no shape.
+        device: where it is trained, as for ``choose_device``.
 
     Returns:
         The end of the last stage.
@@ -58,22 +64,23 @@ def train_whole(
         ConfigError: there are too few rows, neither or both of a shape and a base, or ``out`` is the base.
         CapacityError: the training needs more memory than is free.
         MismatchError: ``out`` holds a run with another recipe or data.
+        UnsupportedError: there is no such device.
     """
-    decoder = recipe.decoder_recipe()
+    decoder, place = recipe.decoder_recipe(), choose_device(device)
     if (decoder.shape is None) == (base is None):
         raise ConfigError("train a decoder from a shape in the recipe or from a base (--model), one of the two")
     if base is not None and resolve(base).resolve() == out.resolve():
         raise ConfigError(f"{out} is the base itself; name another folder for what comes of it")
     pairs, tasks = _pairs(decoder, prompts)
     tokenizer, source = _tokenizer(decoder, pairs, out, base)
-    rows = Rows(tokenizer, decoder.longest)
+    rows = Rows(tokenizer, decoder.longest, place)
     held_back = rows.batches(pairs[: decoder.held_back], decoder.tokens_per_batch)
     plan = json.dumps({"recipe": asdict(recipe), "rows": len(pairs), "base": str(base or "")}, sort_keys=True)
-    model = _first_model(decoder, tokenizer, base)
+    model = _first_model(decoder, tokenizer, base).to(place)
     for number, stage in enumerate(decoder.stages):
         if stage.places:
             depth = stage.depth or (decoder.shape.num_layers if decoder.shape else model.config.num_layers)
-            model = deepen(model, depth, stage.places, decoder.seed + number)
+            model = deepen(model, depth, stage.places, decoder.seed + number).to(place)
         batches = _batches(decoder, rows, pairs[decoder.held_back :], tasks, number)
         config = TrainConfig(stage.loop, stage.optimiser, decoder.seed + number, plan)
         objective = recipe.objective(model)

@@ -72,10 +72,15 @@ def estimate_memory(
 def require_memory(estimate: MemoryEstimate, device: torch.device) -> None:
     """Refuse a run that does not fit into the free memory of a device.
 
+    On a GPU the weights are there by now, so that what is free is compared with the rest. On a CPU they are mostly
+    pages of files, which count as free.
+
     Raises:
         CapacityError: the run needs more than is free; the message has both numbers.
     """
-    free = _free_bytes(device)
+    free = free_bytes(device)
+    if free is not None and device.type == "cuda":
+        free += estimate.weights
     if free is not None and estimate.total > free:
         raise CapacityError(
             f"training needs {estimate}, but {format_bytes(free)} are free; "
@@ -89,9 +94,11 @@ def _kept_per_token(config: ModelConfig) -> int:
     return 8 * config.width + 3 * heads + 5 * config.ffn_width * (2 if config.gated else 1)
 
 
-def _free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that a run could take on a device; None where the system does not say."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # PyTorch's own, and unused
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _page_cache_bytes()
     except (ValueError, OSError):

@@ -53,7 +53,14 @@ class SourceBatch:
 class SourceRows:
     """Encodes pairs as sources of at most ``longest_source`` tokens and texts of at most ``longest``."""
 
-    def __init__(self, tokenizer: Tokenizer, start: int, longest_source: int, longest: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        start: int,
+        longest_source: int,
+        longest: int,
+        device: torch.device | None = None,
+    ) -> None:
         """Set the limits, beyond which a source is cut and a pair with a longer text is left out.
 
         Args:
@@ -61,6 +68,7 @@ class SourceRows:
             start: token with which every text begins.
             longest_source: most tokens of a source, its own end token among them.
             longest: most tokens of a text, the end token among them.
+            device: where batches are made for; None is the CPU.
 
         Raises:
             ConfigError: the tokenizer has no end-of-text token, which every text ends with.
@@ -72,6 +80,7 @@ class SourceRows:
         self._start = start
         self._longest_source = longest_source
         self._longest = longest
+        self._device = device
 
     def encode(self, pairs: Sequence[Pair]) -> list[SourceRow]:
         """Encode pairs in order; sources that are too long are cut, texts that are too long are left out.
@@ -125,7 +134,8 @@ class SourceRows:
             text = torch.tensor(row.text)
             targets[index, : len(text)] = text
             given[index, 1 : len(text)] = text[:-1]
-        return SourceBatch(torch.tensor([row.source for row in rows], dtype=torch.int64), given, targets)
+        sources = torch.tensor([row.source for row in rows], dtype=torch.int64)
+        return SourceBatch(sources.to(self._device), given.to(self._device), targets.to(self._device))
 
     def batches(self, pairs: Sequence[Pair], tokens_per_batch: int) -> list[SourceBatch]:
         """Return batches that hold each pair once, in order of length."""
