@@ -80,6 +80,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "begun" / "run").mkdir(parents=True)
     written = {"prompt": "say", "reference": "one", "model": "0" * 16, "tokens": 1, "draw": 0, "elapsed_s": 1.0}
     (place / "begun" / "run" / "own.jsonl").write_text(json.dumps(written) + "\n")
+    (place / "unasked.jsonl").write_text('{"messages": [{"role": "assistant", "content": "fine"}]}\n')
+    asked, told = ({"role": role, "content": "fine"} for role in ("user", "tool"))
+    (place / "stranger.jsonl").write_text(json.dumps({"messages": [asked, told]}) + "\n")
     (place / "cut.jsonl").write_text(json.dumps(written)[:-9])
     (place / "dev.jsonl").write_text('{"mr": "name[Oak]", "ref": "Oak."}\n')
     return place
@@ -353,6 +356,16 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         FAILED,
         "begun/run/own.jsonl has answers of another model (0000000000000000, this one is ",
     ),
+    "answering conversations in which nobody asks": (
+        ("train", "recipe.yaml", "own_tokens=90", "--model", "tiny", "--out", "out", "--data", "unasked.jsonl"),
+        USAGE,
+        'unasked.jsonl, line 1: "messages" have no turn of the user: nothing to answer',
+    ),
+    "answering turns of a stranger": (
+        ("train", "recipe.yaml", "own_tokens=90", "--model", "tiny", "--out", "out", "--data", "stranger.jsonl"),
+        USAGE,
+        """stranger.jsonl, line 1: "messages"[1] is of 'tool'""",
+    ),
     "answers that are not there": (
         ("train", "recipe.yaml", "--model", "tiny", "--out", "out", "--answers", "none.jsonl"),
         FAILED,
@@ -398,6 +411,17 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         USAGE,
         "guard learns from --data",
     ),
+    "a dry run of a whole decoder": (
+        ("train", "scratch.yaml", "--out", "out", "--data", "rows.jsonl", "--dry-run"),
+        USAGE,
+        "--dry-run is for weights beside a model as it is, not for a training of a whole model (decoder)",
+    ),
+    "a dry run of a guard": (("train", "guard", "--model", "tiny", "--dry-run"), USAGE, "--dry-run is for recipes"),
+    "a dry run without a model": (
+        ("train", "recipe.yaml", "--model", "adapters", "--out", "out", "--dry-run"),
+        FAILED,
+        "adapters",
+    ),
     "a model without a tokenizer that writes": (
         ("train", "recipe.yaml", "--model", "no-tokenizer", "--out", "out"),
         USAGE,
@@ -433,10 +457,15 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         USAGE,
         "exit_layer 9 must lie below the top of a model of 2 layers",
     ),
-    "a decoder on a device": (
-        ("train", "scratch.yaml", "--out", "out", "--data", "rows.jsonl", "--device", "cuda"),
+    "a decoder on no device": (
+        ("train", "scratch.yaml", "--out", "out", "--data", "rows.jsonl", "--device", "tpu"),
         USAGE,
-        "--device",
+        "there is no device 'tpu'",
+    ),
+    "a summary on no device": (
+        ("train", "summary", "--out", "out", "--data", "rows.jsonl", "--device", "tpu"),
+        USAGE,
+        "there is no device 'tpu'",
     ),
     "a decoder in a dtype": (
         ("train", "scratch.yaml", "--out", "out", "--data", "rows.jsonl", "--dtype", "float32"),

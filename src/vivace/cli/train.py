@@ -11,6 +11,7 @@ import typer
 from vivace.cli import options
 from vivace.cli.bench import print_runs
 from vivace.cli.console import console
+from vivace.cli.dry_run import show_dry_run
 from vivace.cli.guard import GUARD, train_guard
 from vivace.cli.lazy import LAZY, train_lazy
 from vivace.cli.loading import folder_of, open_engine
@@ -64,12 +65,17 @@ def train(
     tensorboard: Annotated[
         Path | None, typer.Option(help="Folder for TensorBoard curves; needs the extra 'train'.", metavar="DIR")
     ] = None,
+    is_dry: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say what the training would need (memory, minutes, files) and write nothing."),
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Train what a recipe describes. It can be interrupted at any time; the same command continues."""
     from vivace.checkpoint.adapters import base_hash
     from vivace.recipes.answers import read_answers, without_writing
     from vivace.recipes.decoder import WholeRecipe
+    from vivace.recipes.dry_run import Text
     from vivace.recipes.frozen import FrozenRecipe
     from vivace.recipes.kinds import recipe_named, recipe_of
     from vivace.recipes.own_text import with_text, within
@@ -79,6 +85,8 @@ def train(
     from vivace.recipes.trainer import train_beside
     from vivace.storage.store import is_store
 
+    if is_dry and recipe in (LAZY, GUARD):
+        raise ConfigError(f"--dry-run is for recipes; {recipe} takes a few minutes and little memory")
     if answers is not None and recipe in (LAZY, GUARD):
         raise ConfigError(f"--answers is for weights that learn the model's own text; {recipe} learns from --data")
     if recipe == LAZY:
@@ -102,6 +110,9 @@ def train(
         return
     values = override(recipe_named(recipe), changes or [])
     found = recipe_of(values)
+    if is_dry and (adapter is not None or not isinstance(found, FrozenRecipe)):
+        what = "over a LoRA" if adapter is not None else f"of a whole model ({values['kind']})"
+        raise ConfigError(f"--dry-run is for weights beside a model as it is, not for a training {what}; leave it out")
     if adapter is not None:
         from vivace.recipes.over_lora import check_over_lora
 
@@ -123,11 +134,11 @@ def train(
             raise ConfigError(
                 f"all weights of a model learn in memory ({values['kind']}); leave out --memory and --reader"
             )
-        if (device, dtype) != ("auto", "auto"):
-            raise ConfigError("a decoder is trained on the CPU in its own dtype; leave out --device and --dtype")
+        if dtype != "auto":
+            raise ConfigError("all weights of a model are trained in its own dtype; leave out --dtype")
         if ignore_config_key:
             raise ConfigError("the trained model keeps config.json: remove the key there, not by --ignore-config-key")
-        outcome = _train_whole(found, _rows(data), out, model, _report(tensorboard))
+        outcome = _train_whole(found, _rows(data), out, model, device, _report(tensorboard))
     else:
         if memory is not None and not is_store(folder_of(model)):
             raise ConfigError("only a store learns within --memory; leave it out, or: vivace convert OUT --store")
@@ -142,11 +153,15 @@ def train(
             what = "LoRA goes: --out DIR; the name of the folder is what requests call it"
             raise ConfigError(f"say where the {what if found.kind == 'lora' else 'soft prompts go: --out DIR'}")
         out = out or _place_of(model, found.folder)
-        prompts = _rows(data or [])
+        prompts = _rows(data or [], are_answered=bool(found.own_tokens))
         load = options.LoadFlags(
             device=device, dtype=dtype, kernels="torch", ignore_config_key=ignore_config_key, recovery=False
         )
-        engine = open_engine(model, (), load, options.StoreFlags(memory, reader))
+        store = options.StoreFlags(memory, reader)
+        if is_dry:
+            show_dry_run(found, model, load, store, Text.of(found, prompts, given), out, as_json=as_json)
+            return
+        engine = open_engine(model, (), load, store)
         if adapter is not None:
             from vivace.recipes.over_lora import wear
 
@@ -165,11 +180,12 @@ def train(
         console.json(outcome)
 
 
-def _rows(data: list[Path]) -> list[Prompt]:
-    """Read the rows of all prompt files, among which conversations must have turns that can be learnt."""
-    from vivace.train.data import check_turns
+def _rows(data: list[Path], *, are_answered: bool = False) -> list[Prompt]:
+    """Read the rows of all prompt files, among which conversations must have turns that can be learnt, or answered."""
+    from vivace.train.data import check_questions, check_turns
 
-    return [row for path in data for row in load_prompts(path, check=check_turns)]
+    check = check_questions if are_answered else check_turns
+    return [row for path in data for row in load_prompts(path, check=check)]
 
 
 def _place_of(model: str | None, kind: str) -> Path:
@@ -192,7 +208,7 @@ def _report(tensorboard: Path | None) -> Report:
 
 
 def _train_whole(
-    recipe: WholeRecipe | Seq2SeqRecipe, prompts: list[Prompt], out: Path, base: str | None, report: Report
+    recipe: WholeRecipe | Seq2SeqRecipe, prompts: list[Prompt], out: Path, base: str | None, device: str, report: Report
 ) -> dict[str, Any]:
     """Train all weights of a model and return the facts for JSON."""
     from vivace.recipes.seq2seq import Seq2SeqRecipe
@@ -200,7 +216,7 @@ def _train_whole(
     from vivace.recipes.whole_trainer import train_whole
 
     if isinstance(recipe, Seq2SeqRecipe):
-        result = train_seq2seq(recipe, prompts, out, report, base)
+        result = train_seq2seq(recipe, prompts, out, report, base, device)
     else:
-        result = train_whole(recipe, prompts, out, report, base)
+        result = train_whole(recipe, prompts, out, report, base, device)
     return {"out": str(out), "steps": result.progress.step, "held_back": dict(result.held_back)}

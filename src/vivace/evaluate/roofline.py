@@ -121,3 +121,10 @@ def timed(work: Callable[[], object], device: torch.device, count: int = 1) -> l
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
     return times
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype, width: int, *, rows: int = 512, repeats: int = 3) -> float:
+    """Return the operations per second of a product of ``rows`` rows with a square matrix, the best of a few runs."""
+    width = min(width, 4096)
+    x, matrix = (torch.ones(shape, dtype=dtype, device=device) for shape in ((rows, width), (width, width)))
+    return 2 * rows * width**2 / min(timed(lambda: x @ matrix.mT, device, repeats + 1)[1:])

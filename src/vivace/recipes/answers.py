@@ -16,7 +16,7 @@ from typing import Any
 
 from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError
 from vivace.recipes.reading import override
-from vivace.train.data import Unended
+from vivace.train.data import Unended, read_prompt
 from vivace.train.variation import Pair
 
 WRITTEN_BY = "own_tokens", "own_minutes", "regenerate"
@@ -96,7 +96,8 @@ def _row(line: str, place: str) -> dict[str, Any]:
         row = json.loads(line)
     except ValueError as exc:
         raise CorruptError(f"{place} is not JSON: {exc}") from exc
-    kinds = {"prompt": str, "reference": str, "model": str, "tokens": int}
+    talks = isinstance(row, dict) and "messages" in row
+    kinds = {"messages" if talks else "prompt": list if talks else str, "reference": str, "model": str, "tokens": int}
     missing = [key for key, kind in kinds.items() if not isinstance(row, dict) or not isinstance(row.get(key), kind)]
     if missing:
         raise CorruptError(
@@ -109,4 +110,4 @@ def _row(line: str, place: str) -> dict[str, Any]:
 
 def _pair(row: Mapping[str, Any]) -> Pair:
     answer = row["reference"]
-    return row["prompt"], answer if row.get("ended", True) else Unended(answer)
+    return read_prompt(row), answer if row.get("ended", True) else Unended(answer)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vivace.checkpoint.adapters import save_adapter
 from vivace.checkpoint.draft_vocabulary import first_of, ranked, save_vocabulary
+from vivace.core.config import ModelConfig
 from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
 from vivace.engine import Engine
@@ -26,8 +27,8 @@ from vivace.recipes.own_text import Budget, own_text, written_before
 from vivace.recipes.regenerate import as_it_decodes, regenerated
 from vivace.train.batches import DataSplit
 from vivace.train.config import LoopConfig
-from vivace.train.data import Batches, DecoderObjective, Row, Rows, TokenBatch, asked, pairs_of, texts_of
-from vivace.train.memory import estimate_memory, require_memory
+from vivace.train.data import Batches, DecoderObjective, Row, Rows, TokenBatch, asked, pairs_of, questions_of, texts_of
+from vivace.train.memory import MemoryEstimate, estimate_memory, require_memory
 from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Report
 from vivace.train.resume import STATE
@@ -85,6 +86,11 @@ class FrozenRecipe(ABC):
         return 0
 
     @property
+    def num_trainings(self) -> int:
+        """Number of trainings that the recipe consists of, one after another."""
+        return 1
+
+    @property
     def folder(self) -> str:
         """Name of the folder of the result beside the model, unless the user names another."""
         return self.kind
@@ -92,6 +98,10 @@ class FrozenRecipe(ABC):
     def why_not(self, model: Decoder) -> str | None:
         """Return why the result could not decode with a model, before any text is written for it; None if it could."""
         return None
+
+    def without_search(self, model: ModelConfig) -> FrozenRecipe:
+        """Return the recipe with a stand-in for everything that ``begin`` would look for in text, as large as that."""
+        return self
 
     @abstractmethod
     def begin(self, context: TrainContext) -> Trainable:
@@ -277,12 +287,8 @@ class TrainContext:
             plan["answers"] = self.answers.digest
         return json.dumps(plan, sort_keys=True)
 
-    def require_memory(self, objective: DecoderObjective, depth: int) -> None:
-        """Report the memory that the training needs.
-
-        Raises:
-            CapacityError: the training needs more memory than is free.
-        """
+    def memory(self, objective: DecoderObjective, depth: int) -> MemoryEstimate:
+        """Return the memory that the training needs; gradients pass through ``depth`` layers of the base."""
         model = self.engine.model
         optimiser = Optimiser(objective.groups(), self.recipe.optimiser)
         weights = [*model.parameters(), *optimiser.params]
@@ -291,8 +297,17 @@ class TrainContext:
         if self.engine.storage is not None:  # weights that are streamed from files are no parameters
             plan = self.engine.storage.plan
             need = replace(need, weights=need.weights + plan.buffer_bytes + plan.pool_bytes)
+        return need
+
+    def require_memory(self, objective: DecoderObjective, depth: int) -> None:
+        """Report the memory that the training needs.
+
+        Raises:
+            CapacityError: the training needs more memory than is free.
+        """
+        need = self.memory(objective, depth)
         self.report.note(f"memory: {need}")
-        require_memory(need, model.device)
+        require_memory(need, self.engine.model.device)
 
 
 def _pairs(recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report) -> list[Pair]:
@@ -329,7 +344,7 @@ def _own_pairs(
                 "--answers as then, or start in an empty folder"
             )
         return written_before(engine, path)
-    asked = sorted(set(texts_of(prompts)))
+    asked = sorted(set(questions_of(prompts)))
     random.Random(recipe.seed).shuffle(asked)
     budget = Budget(recipe.own_tokens, recipe.own_minutes)
     return own_text(as_it_decodes(engine), path, budget, recipe.longest, asked, report.note)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from vivace.core.config import ModelConfig
 from vivace.decode.shallow import DraftPlan
 from vivace.methods.multirate.config import MultirateConfig
 from vivace.methods.multirate.objective import MultirateLoss, MultirateObjective
@@ -28,6 +29,13 @@ class MultirateRecipe(FrozenRecipe):
     plan: DraftPlan = field(default_factory=DraftPlan)
     """Shape of the draft that decoding makes, saved with the weights. Where it names a size of the draft vocabulary,
     only so many tokens are learnt to be guessed, the most frequent ones of the text; that is faster, too."""
+
+    def without_search(self, model: ModelConfig) -> MultirateRecipe:
+        """Return the recipe with the highest layers in the place of those that copy."""
+        count = min(self.find_reach, self.adapter.exit_layer, model.num_layers - self.adapter.exit_layer)
+        if self.adapter.reach or count < 1:
+            return self
+        return replace(self, adapter=replace(self.adapter, reach=tuple(range(model.num_layers))[-count:]))
 
     def begin(self, context: TrainContext) -> AcceleratorTraining:
         """Make an accelerator that changes nothing yet; find the deep layers it reads unless the recipe names them."""

@@ -4,7 +4,8 @@ A chat model continues the opening of a user's turn in its template with a promp
 al. 2024, "Magpie", arXiv:2406.08464); a base model begins a text after its first token. Drafts have to agree with what
 the model itself writes, so the prompts are answered greedily, with prompts of the user's own before them if there are
 any. Where we differ: prompts are drawn at temperature 1 from all tokens, and none is filtered for its quality, since
-nothing but the model's own text is learnt from.
+nothing but the model's own text is learnt from. Of a conversation that is given, the user's turns are answered one
+after another, each behind the model's own answers to those before it.
 
 Prompts are drawn and answered as one stream: a sequence that ends makes room for the next at once, an answer if a
 prompt waits and a draw if none does, so that every pass of the model carries the same number of rows. What texts have
@@ -31,7 +32,8 @@ from vivace.decode.session import Session
 from vivace.engine import Engine, Options
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.recipes.regenerate import complete_lines
-from vivace.train.data import Unended
+from vivace.train.data import Unended, next_question, read_prompt, written
+from vivace.train.data import asked as as_asked
 from vivace.train.variation import Pair
 from vivace.units import format_seconds
 
@@ -172,7 +174,7 @@ class _Answers:
     def pairs(self) -> list[Pair]:
         """Prompts and answers, in the order of the file."""
         return [
-            (row["prompt"], row["reference"] if row.get("ended", True) else Unended(row["reference"]))
+            (read_prompt(row), row["reference"] if row.get("ended", True) else Unended(row["reference"]))
             for row in self.rows
         ]
 
@@ -180,7 +182,7 @@ class _Answers:
         """Write one row."""
         known = {"model": self.model, "tokens": tokens, "draw": draw, "ended": ended}
         known["elapsed_s"] = round(self.elapsed_s, 1)
-        self.rows.append({"prompt": prompt, "reference": answer, **known})
+        self.rows.append({**written(prompt), "reference": answer, **known})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.rows[-1], ensure_ascii=False) + "\n")
@@ -259,6 +261,8 @@ class _Text:
     """Number of the draw that the prompt is of; None for one that the user gave."""
     prompt: str | None
     """What is answered; None for a prompt that is being drawn."""
+    question: str | None = None
+    """What it is asked for: the prompt, or the conversation that it is a turn of."""
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
     """Whether the model has ended it."""
@@ -323,8 +327,9 @@ class _Writing:
     ) -> None:
         longest = min(longest, engine.model.config.max_positions)
         self._engine, self._answers, self._budget, self._longest, self._note = engine, answers, budget, longest, note
-        done = {row["prompt"] for row in answers.rows}
-        self._queue: deque[tuple[int | None, str]] = deque((None, text) for text in asked if text not in done)
+        self._done = dict(answers.pairs)
+        done = list(self._done)
+        self._queue: deque[tuple[int | None, str]] = deque((None, question) for question in asked)
         first = max((row["draw"] for row in answers.rows if row["draw"] is not None), default=-1) + 1
         self._drawing = _Drawing(engine, first, [*done, *asked], longest)
         self._session = Session(engine.model, num_slots=SLOTS, capacity=longest, memory=engine.memory)
@@ -356,10 +361,13 @@ class _Writing:
             self._session.close()
 
     def _keep(self, prompt: str, text: _Text) -> None:
-        """Write an answer to the file."""
+        """Write an answer to the file; the next turn of its conversation, if there is one, waits first."""
         self._made += len(text.tokens)
         answer = self._engine.tokenizer.decode(text.tokens)
         self._answers.add(prompt, answer, len(text.tokens), text.draw, text.ended)
+        self._done[prompt] = answer if text.ended else Unended(answer)
+        if text.question is not None:
+            self._queue.appendleft((text.draw, text.question))
 
     def _cut(self) -> None:
         """Write answers as far as they are: a budget too short for one round of them would leave nothing."""
@@ -371,11 +379,14 @@ class _Writing:
         """Give free slots to prompts, and to draws where none wait; return whether any text is being written."""
         while len(self._running) < SLOTS:
             if self._queue:
-                number, prompt = self._queue.popleft()
-                tokens = self._engine.tokenizer.encode_prompt(prompt)
+                number, question = self._queue.popleft()
+                prompt = next_question(question, self._done)
+                if prompt is None:
+                    continue
+                tokens = self._engine.tokenizer.encode_prompt(as_asked(prompt))
                 if len(tokens) < self._longest - LEAST_ANSWER:
                     options = Options(max_new_tokens=self._longest - len(tokens), do_sample=False, method="plain")
-                    self._admit(self._engine.request_for(tokens, options), _Text(number, prompt))
+                    self._admit(self._engine.request_for(tokens, options), _Text(number, prompt, question))
             elif not self._drawing.is_over:
                 number, request = self._drawing.request()
                 self._admit(request, _Text(number, None))

@@ -39,6 +39,11 @@ class PromptsRecipe(FrozenRecipe):
             if not values or len(set(values)) < len(values) or min(values) < (name == "lengths"):
                 raise ConfigError(f"{name} are different numbers, lengths above 0; found {list(values)}")
 
+    @property
+    def num_trainings(self) -> int:
+        """Number of members, each of which is trained by itself."""
+        return len(self.lengths) * len(self.seeds)
+
     def why_not(self, model: Decoder) -> str | None:
         """Return why texts of a model cannot stand behind a soft prompt, or None where they can."""
         reason = why_no_pool(model)

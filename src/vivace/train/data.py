@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -125,6 +125,24 @@ def check_turns(prompt: Prompt) -> None:
         raise ValueError("a turn of the assistant is empty")
 
 
+def check_questions(prompt: Prompt) -> None:
+    """Refuse a conversation in which a model could answer nothing.
+
+    Raises:
+        ValueError: it has no turn of the user, or one of another role than system (which comes first), user, assistant.
+    """
+    if not _is_conversation(prompt):
+        return
+    roles = [turn["role"] for turn in cast("list[Message]", prompt.request)]
+    for place, role in enumerate(roles):
+        if role not in ("user", "assistant") and (role, place) != ("system", 0):
+            raise ValueError(
+                f'"messages"[{place}] is of {role!r}; a system turn may come first, then user and assistant'
+            )
+    if "user" not in roles:
+        raise ValueError('"messages" have no turn of the user: nothing to answer')
+
+
 def _is_conversation(prompt: Prompt) -> bool:
     return not isinstance(prompt.request, str) and isinstance(prompt.request[0], dict)
 
@@ -172,6 +190,57 @@ def texts_of(prompts: Sequence[Prompt]) -> list[str]:
         found = '"messages"' if _is_conversation(other) else 'token ids as "prompt"'
         raise ConfigError(f'this takes rows whose "prompt" is a text; found a row with {found}')
     return texts
+
+
+def questions_of(prompts: Sequence[Prompt]) -> list[str]:
+    """Return what a model is to answer, in order: the text of each prompt, the turns of a conversation as ``Turns``.
+
+    Of a conversation the system's and the user's turns are left; what stood between them the model writes itself.
+
+    Raises:
+        ConfigError: a prompt is of token ids.
+    """
+    found = list[str]()
+    for prompt in prompts:
+        if _is_conversation(prompt):
+            turns = cast("list[Message]", prompt.request)
+            found.append(Turns.of([turn for turn in turns if turn["role"] != "assistant"]))
+        else:
+            found += texts_of([prompt])
+    return found
+
+
+def next_question(question: str, answers: Mapping[str, str]) -> str | None:
+    """Return what is to be answered next of a prompt, or of a conversation; None where nothing is left.
+
+    Args:
+        question: one of ``questions_of``.
+        answers: answers by prompt, so far. One that was cut ends its conversation.
+    """
+    if not isinstance(question, Turns):
+        return None if question in answers else question
+    said = list[Message]()
+    for turn in question.messages:
+        said.append(turn)
+        if turn["role"] != "user":
+            continue
+        prompt = Turns.of(said)
+        if prompt not in answers:
+            return prompt
+        if isinstance(answers[prompt], Unended):
+            return None
+        said.append({"role": "assistant", "content": answers[prompt]})
+    return None
+
+
+def written(prompt: str) -> dict[str, object]:
+    """Return the prompt of a pair as a row of a prompt file has it."""
+    return {"messages": prompt.messages} if isinstance(prompt, Turns) else {"prompt": prompt}
+
+
+def read_prompt(row: Mapping[str, Any]) -> str:
+    """Return the prompt of a pair from a row that has what ``written`` returns."""
+    return Turns.of(row["messages"]) if "messages" in row else str(row["prompt"])
 
 
 R = TypeVar("R")

@@ -21,11 +21,11 @@ import torch
 from vivace.errors import ConfigError, UsageError
 from vivace.kernels.heap import return_large_blocks
 from vivace.kernels.reference import any_order
-from vivace.train.batches import Countable, DataSplit
+from vivace.train.batches import BatchSource, Countable, DataSplit
 from vivace.train.config import TrainConfig
 from vivace.train.objective import Objective
 from vivace.train.optim import Optimiser
-from vivace.train.report import Report, StepMeans
+from vivace.train.report import Lines, Report, StepMeans
 from vivace.train.resume import TrainProgress, load_snapshot, read_state, save_snapshot, write_state
 
 M = TypeVar("M")
@@ -71,6 +71,32 @@ def fit(
         run.step()
     run.check_steps()
     return run.finish()
+
+
+def step_seconds(model: M, objective: Objective[M, B], batches: BatchSource[B], config: TrainConfig) -> float:
+    """Return how long a step of a run takes: the second one's seconds, as the first also sets things up.
+
+    The run is over then. Parameters have changed; nothing is evaluated and nothing is written.
+
+    Args:
+        model: passed to the objective, as by ``fit``.
+        objective: owns the parameters and computes the loss.
+        batches: as large as those of the run.
+        config: its settings.
+
+    Raises:
+        UsageError: the loss is infinite or not a number.
+    """
+    loop = replace(config.loop, snapshot_s=math.inf)
+    run = _Run(model, objective, DataSplit(batches), replace(config, loop=loop), Path(), Lines(lambda text: None))
+    seconds = 0.0
+    for _ in range(2):
+        began = time.perf_counter()
+        run.step()
+        if run.optimiser.params[0].is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    return seconds
 
 
 class _Run(Generic[M, B]):

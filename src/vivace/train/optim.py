@@ -149,11 +149,11 @@ class _Group:
     def write_back(self) -> None:
         """Round the master copies into the parameters."""
         for p, master in zip(self.params, self.masters, strict=True):
-            if p.data_ptr() != master.data_ptr():
+            if p.dtype != torch.float32:  # else it is the parameter itself
                 p.copy_(master)
 
     def num_bytes(self) -> int:
-        own = [m for p, m in zip(self.params, self.masters, strict=True) if p.data_ptr() != m.data_ptr()]
+        own = [m for p, m in zip(self.params, self.masters, strict=True) if p.dtype != torch.float32]
         return sum(t.nbytes for kept in (own, *self.moments) for t in kept)
 
     def state(self) -> dict[str, Any]:
