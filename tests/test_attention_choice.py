@@ -11,6 +11,7 @@ import torch
 from transformers import BartConfig, BartForConditionalGeneration
 
 import vivace
+import vivace.batch.run as runs
 from tests.test_encoder_decoders import SEARCH, SOURCES, make
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.load import least_bytes
@@ -52,18 +53,38 @@ def test_generate_says_what_it_chose(folder: Path, capsys: pytest.CaptureFixture
     assert texts[0] == texts[1] == texts[2] != ""
 
 
-def test_batch_answers_the_same_and_keeps_the_two_apart(folder: Path, tmp_path: Path) -> None:
-    asked = tmp_path / "in.txt"
+def answer_lines(folder: Path, out: Path, *words: str) -> int:
+    asked = out.with_name("in.txt")
     asked.write_text("\n".join(SOURCES) + "\n")
+    command = ["batch", str(asked), str(out), "--model", str(folder), "--workers", "0", "--max-new-tokens", "10"]
+    return run([*command, *words])
+
+
+def test_batch_answers_the_same(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for attention in ("shared", "el"):
-        command = ["batch", str(asked), str(tmp_path / f"{attention}.jsonl"), "--model", str(folder)]
-        assert run([*command, "--attention", attention, "--workers", "0", "--max-new-tokens", "10"]) == 0
+        assert answer_lines(folder, tmp_path / f"{attention}.jsonl", "--attention", attention) == 0
     one, other = (
         [json.loads(line)["text"] for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         for name in ("shared", "el")
     )
     assert one == other
     assert len(one) == len(SOURCES)
+    assert answer_lines(folder, tmp_path / "auto.jsonl", "--memory", "64MiB") == 0
+    assert "attention shared: keys and values of a source of" in capsys.readouterr().err
+
+
+def test_a_batch_does_not_go_on_with_the_other(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runs._BatchRun, "_decode", stopped)
+        assert answer_lines(folder, tmp_path / "out.txt", "--attention", "shared") != 0
+    assert answer_lines(folder, tmp_path / "out.txt", "--attention", "el") != 0
+    assert "was begun with other settings" in capsys.readouterr().err
+    assert answer_lines(folder, tmp_path / "out.txt", "--attention", "auto") == 0
 
 
 def test_auto_takes_states_where_memory_is_too_little(folder: Path) -> None:

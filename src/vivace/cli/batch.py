@@ -20,6 +20,7 @@ def batch(
     model: options.Model = None,
     method: options.Method = "auto",
     load: options.LoadFlags,
+    store: options.StoreFlags,
     max_new_tokens: options.MaxNewTokens = None,
     raw: options.Raw = False,
     sampling: options.SamplingFlags,
@@ -37,7 +38,7 @@ def batch(
     from vivace.batch.run import answer_file
     from vivace.options import Options
 
-    engine = open_engine(model, [method], load, reads_sources=True)
+    engine = open_engine(model, [method], load, store, reads_sources=True)
     settings = options.given(max_new_tokens=max_new_tokens, method=method, raw=raw, **vars(sampling), **beams.settings)
     with console.progress("answering") as progress:
         done = answer_file(
