@@ -105,17 +105,15 @@ def train(given: argparse.Namespace) -> None:
         out = given.runs / name
         if (out / "config.json").is_file():
             continue
-        own = out / "run" / "own.jsonl"
-        if answers.exists() and not own.exists():
-            own.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(answers, own)
-        words = ["train", "multirate", "--out", str(out), f"loop.steps={given.steps}", *SHARED]
-        words += ["held_back=16", f"own_tokens={1 if answers.exists() else TOKENS}"]
-        words += [] if answers.exists() else [word for path in given.data for word in ("--data", str(path))]
+        words = ["train", "multirate", "--out", str(out), f"loop.steps={given.steps}", *SHARED, "held_back=16"]
+        if answers.exists():
+            words += ["--answers", str(answers)]
+        else:
+            words += [f"own_tokens={TOKENS}", *(word for path in given.data for word in ("--data", str(path)))]
         if run([*words, *(["--model", given.model] if given.model else []), *changes]) != 0:
             raise SystemExit(f"training {name} failed")
         if not answers.exists():
-            shutil.copyfile(own, answers)
+            shutil.copyfile(out / "run" / "own.jsonl", answers)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -69,7 +68,6 @@ any in ``--runs``; else they are rounded one by one while loading, and ``auto`` 
 VOCABULARY = 8192
 """Tokens of the draft vocabulary that every system learns to guess; a draft model reads its own head."""
 SHARED = (
-    "own_tokens=1",
     "loop.clock=processor",
     "loop.autocast=true",
     "loop.warmup_steps=10",
@@ -78,7 +76,7 @@ SHARED = (
     "tokens_per_batch=512",
     "held_back=8",
 )
-"""Changes to every recipe; the answers are all there, so none is written."""
+"""Changes to every recipe."""
 FACTS = "training.json"
 PLANS = "chat_plans.json"
 EXITS = "exits.json"
@@ -107,10 +105,8 @@ def train_equally(model: str, answers: Path, runs: Path, minutes: float, systems
         out = runs / system
         if (out / "config.json").is_file():
             continue
-        (out / "run").mkdir(parents=True, exist_ok=True)
-        if not (out / "run" / "own.jsonl").exists():
-            shutil.copyfile(answers, out / "run" / "own.jsonl")
-        words = ["train", method_of(system), "--model", model, "--out", str(out), *SHARED, f"loop.minutes={minutes}"]
+        words = ["train", method_of(system), "--model", model, "--answers", str(answers), "--out", str(out)]
+        words += [*SHARED, f"loop.minutes={minutes}"]
         size = () if system == "draft" else (f"plan.vocabulary={VOCABULARY}",)
         if run([*words, *SYSTEMS[system], *size]) != 0:
             raise SystemExit(f"training {system} failed")
