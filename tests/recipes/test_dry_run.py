@@ -17,7 +17,7 @@ from vivace.cli.app import run
 from vivace.errors import NotFoundError, UnsupportedError
 from vivace.prompts import save_prompts
 from vivace.recipes import own_text
-from vivace.recipes.dry_run import Text, dry_run, is_loadable, without_weights
+from vivace.recipes.dry_run import TextToLearn, dry_run, is_loadable, without_weights
 from vivace.recipes.frozen import FrozenRecipe
 from vivace.recipes.kinds import recipe_named, recipe_of
 from vivace.recipes.reading import override
@@ -26,7 +26,7 @@ from vivace.train.report import Lines
 
 CPU = torch.device("cpu")
 VALUES = {key: value for key, value in asdict(replace(RECIPE, longest=64)).items() if key != "own_tokens"}
-OWN = Text(0, is_answered=False)
+OWN = TextToLearn(0, is_answered=False)
 SMALL = (
     "loop.minutes=null",
     "loop.steps=6",
@@ -94,7 +94,7 @@ def test_memory_and_files_are_the_same_without_weights(checkpoint: Path, tmp_pat
 def test_a_training_needs_what_was_said(checkpoint: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     recipe = replace(RECIPE, adapter=replace(RECIPE.adapter, bottleneck=512))
-    said = dry_run(recipe, vivace.load(checkpoint, kernels="torch"), Text(len(WORDS), is_answered=True), CPU)
+    said = dry_run(recipe, vivace.load(checkpoint, kernels="torch"), TextToLearn(len(WORDS), is_answered=True), CPU)
     out = tmp_path / "fast"
     train_beside(recipe, vivace.load(checkpoint, kernels="torch"), WORDS, out, Lines(notes.append), is_timed=False)
     assert f"memory: {said.memory}" in notes
@@ -132,7 +132,9 @@ def test_what_has_no_steps_and_what_has_many_trainings(checkpoint: Path, tmp_pat
     assert any("no weights are trained" in note for note in found.notes)
     assert found.figures["memory at the most"].value > found.figures["memory: writing text, beside weights"].value
     one, four = (
-        dry_run(recipe_for("prompts", f"seeds={seeds}", "lengths=[3,5]"), engine, Text(99, is_answered=True), CPU)
+        dry_run(
+            recipe_for("prompts", f"seeds={seeds}", "lengths=[3,5]"), engine, TextToLearn(99, is_answered=True), CPU
+        )
         for seeds in ("[0]", "[0,1]")
     )
     assert any("4 trainings" in note for note in four.notes)

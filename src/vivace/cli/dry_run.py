@@ -12,12 +12,19 @@ from vivace.cli.options import LoadFlags, StoreFlags
 from vivace.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from vivace.recipes.dry_run import DryRun, Figure, Text
+    from vivace.recipes.dry_run import DryRun, Figure, TextToLearn
     from vivace.recipes.frozen import FrozenRecipe
 
 
 def show_dry_run(
-    recipe: FrozenRecipe, model: str | None, load: LoadFlags, store: StoreFlags, text: Text, out: Path, *, as_json: bool
+    recipe: FrozenRecipe,
+    model: str | None,
+    load: LoadFlags,
+    store: StoreFlags,
+    text: TextToLearn,
+    out: Path,
+    *,
+    as_json: bool,
 ) -> None:
     """Estimate a training and print the figures.
 

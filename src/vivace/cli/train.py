@@ -75,7 +75,7 @@ def train(
     from vivace.checkpoint.adapters import base_hash
     from vivace.recipes.answers import read_answers, without_writing
     from vivace.recipes.decoder import WholeRecipe
-    from vivace.recipes.dry_run import Text
+    from vivace.recipes.dry_run import TextToLearn
     from vivace.recipes.frozen import FrozenRecipe
     from vivace.recipes.kinds import recipe_named, recipe_of
     from vivace.recipes.own_text import with_text, within
@@ -159,7 +159,7 @@ def train(
         )
         store = options.StoreFlags(memory, reader)
         if is_dry:
-            show_dry_run(found, model, load, store, Text.of(found, prompts, given), out, as_json=as_json)
+            show_dry_run(found, model, load, store, TextToLearn.of(found, prompts, given), out, as_json=as_json)
             return
         engine = open_engine(model, (), load, store)
         if adapter is not None:

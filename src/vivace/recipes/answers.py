@@ -26,7 +26,7 @@ MODEL_DIGITS = 16
 
 
 @dataclass(frozen=True)
-class Answers:
+class AnswersFile:
     """Rows of a file of answers."""
 
     path: Path
@@ -38,7 +38,7 @@ class Answers:
     digest: str
     """SHA-256 of the rows, 16 hexadecimal digits; a resumed training must have the same."""
 
-    def part(self, first: int, every: int) -> Answers:
+    def part(self, first: int, every: int) -> AnswersFile:
         """Return the rows ``first``, ``first + every`` and so on; the digest stays the file's."""
         return replace(self, pairs=self.pairs[first::every])
 
@@ -61,7 +61,7 @@ def without_writing(values: Mapping[str, Any], changes: Sequence[str], *, has_da
     return {key: value for key, value in values.items() if key not in WRITTEN_BY}
 
 
-def read_answers(path: Path, base: str) -> Answers:
+def read_answers(path: Path, base: str) -> AnswersFile:
     """Read a file that a training wrote as ``OUT/run/own.jsonl``.
 
     Args:
@@ -87,7 +87,7 @@ def read_answers(path: Path, base: str) -> Answers:
     if strange := {row["model"] for row in rows} - {model}:
         raise MismatchError(f"{path} has answers of another model ({min(strange)}, this one is {model})")
     digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
-    return Answers(path, tuple(map(_pair, rows)), sum(row["tokens"] for row in rows), digest)
+    return AnswersFile(path, tuple(map(_pair, rows)), sum(row["tokens"] for row in rows), digest)
 
 
 def _row(line: str, place: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from vivace.kernels.choice import KernelChoice
 from vivace.methods.composition import Methods
 from vivace.prompts import Prompt
 from vivace.recipes import own_text
-from vivace.recipes.answers import Answers
+from vivace.recipes.answers import AnswersFile
 from vivace.recipes.frozen import OWN_TEXT, FrozenRecipe, Trainable, TrainContext
 from vivace.recipes.regenerate import as_it_decodes, decodes_apart
 from vivace.train.batches import BatchPlace
@@ -61,7 +61,7 @@ REGENERATED = 48
 
 
 @dataclass(frozen=True)
-class Text:
+class TextToLearn:
     """What there is to learn from."""
 
     num_rows: int
@@ -70,19 +70,19 @@ class Text:
     """Whether the rows are learnt as they are, and nothing is written."""
 
     @staticmethod
-    def of(recipe: FrozenRecipe, prompts: Sequence[Prompt], answers: Answers | None) -> Text:
+    def of(recipe: FrozenRecipe, prompts: Sequence[Prompt], answers: AnswersFile | None) -> TextToLearn:
         """Return what a recipe learns from.
 
         Raises:
             ConfigError: it could not learn from these rows.
         """
         if answers is not None:
-            return Text(len(answers.pairs), is_answered=True)
+            return TextToLearn(len(answers.pairs), is_answered=True)
         if recipe.own_tokens:
-            return Text(len(set(questions_of(prompts))), is_answered=False)
+            return TextToLearn(len(set(questions_of(prompts))), is_answered=False)
         if recipe.regenerate:
-            return Text(len(set(texts_of(prompts))), is_answered=False)
-        return Text(len(pairs_of(prompts)), is_answered=True)
+            return TextToLearn(len(set(texts_of(prompts))), is_answered=False)
+        return TextToLearn(len(pairs_of(prompts)), is_answered=True)
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def without_weights(model: str | Path, dtype: str, device: str, ignored: Sequenc
     return Engine(decoder, find_tokenizer(folder), methods, {}, KernelChoice("torch", "nothing is computed", None))
 
 
-def dry_run(recipe: FrozenRecipe, engine: Engine, text: Text, device: torch.device) -> DryRun:
+def dry_run(recipe: FrozenRecipe, engine: Engine, text: TextToLearn, device: torch.device) -> DryRun:
     """Estimate a training.
 
     Args:
@@ -197,7 +197,7 @@ def dry_run(recipe: FrozenRecipe, engine: Engine, text: Text, device: torch.devi
 class _Estimate:
     """One call of ``dry_run``; figures are added in the order in which they are shown."""
 
-    def __init__(self, context: TrainContext, trainable: Trainable, text: Text, device: torch.device) -> None:
+    def __init__(self, context: TrainContext, trainable: Trainable, text: TextToLearn, device: torch.device) -> None:
         self.context, self.recipe, self.model = context, context.recipe, context.engine.model
         self.trainable, self.text, self.device = trainable, text, device
         self.is_loaded = self.model.device.type != "meta"

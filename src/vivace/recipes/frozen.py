@@ -22,7 +22,7 @@ from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.evaluate.benchmark import BenchmarkPrompt, Run, run_benchmark, summarise
 from vivace.evaluate.systems import MethodSystem
 from vivace.prompts import Prompt
-from vivace.recipes.answers import Answers
+from vivace.recipes.answers import AnswersFile
 from vivace.recipes.own_text import Budget, own_text, written_before
 from vivace.recipes.regenerate import as_it_decodes, regenerated
 from vivace.train.batches import DataSplit
@@ -196,7 +196,7 @@ class TrainContext:
     calibration: Sequence[Pair]
     """Rows that the loop is not trained on, ``FrozenRecipe.num_calibration`` of them."""
     report: Report
-    answers: Answers | None = None
+    answers: AnswersFile | None = None
     """The file that all rows come from; None where they are the data's, or the base's own text of this run."""
 
     @staticmethod
@@ -206,7 +206,7 @@ class TrainContext:
         prompts: Sequence[Prompt],
         out: Path,
         report: Report,
-        answers: Answers | None = None,
+        answers: AnswersFile | None = None,
     ) -> TrainContext:
         """Shuffle the rows and divide them into rows to train on, held-back rows and calibration rows.
 
@@ -321,7 +321,7 @@ def _pairs(recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], out:
     return regenerated(as_it_decodes(engine), texts[: recipe.regenerate], path, report.note)
 
 
-def _given(recipe: FrozenRecipe, prompts: Sequence[Prompt], answers: Answers) -> list[Pair]:
+def _given(recipe: FrozenRecipe, prompts: Sequence[Prompt], answers: AnswersFile) -> list[Pair]:
     """Return the rows of a file of answers, beside which there is no other text."""
     if prompts or recipe.own_tokens or recipe.regenerate:
         raise ConfigError("answers are all the text that is learnt from; leave out prompts, own_tokens and regenerate")

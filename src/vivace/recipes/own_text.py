@@ -254,7 +254,7 @@ class _Drawing:
 
 
 @dataclass
-class _Text:
+class _Underway:
     """A text that is being written: an answer to a prompt, or a prompt that is being drawn."""
 
     draw: int | None
@@ -333,7 +333,7 @@ class _Writing:
         first = max((row["draw"] for row in answers.rows if row["draw"] is not None), default=-1) + 1
         self._drawing = _Drawing(engine, first, [*done, *asked], longest)
         self._session = Session(engine.model, num_slots=SLOTS, capacity=longest, memory=engine.memory)
-        self._running: dict[int, _Text] = {}
+        self._running: dict[int, _Underway] = {}
         self._made = self._before = answers.num_tokens
         self._began = self._told = time.monotonic()
         self._spent_before = self._spent
@@ -360,7 +360,7 @@ class _Writing:
         finally:
             self._session.close()
 
-    def _keep(self, prompt: str, text: _Text) -> None:
+    def _keep(self, prompt: str, text: _Underway) -> None:
         """Write an answer to the file; the next turn of its conversation, if there is one, waits first."""
         self._made += len(text.tokens)
         answer = self._engine.tokenizer.decode(text.tokens)
@@ -386,10 +386,10 @@ class _Writing:
                 tokens = self._engine.tokenizer.encode_prompt(as_asked(prompt))
                 if len(tokens) < self._longest - LEAST_ANSWER:
                     options = Options(max_new_tokens=self._longest - len(tokens), do_sample=False, method="plain")
-                    self._admit(self._engine.request_for(tokens, options), _Text(number, prompt, question))
+                    self._admit(self._engine.request_for(tokens, options), _Underway(number, prompt, question))
             elif not self._drawing.is_over:
                 number, request = self._drawing.request()
-                self._admit(request, _Text(number, None))
+                self._admit(request, _Underway(number, None))
             else:
                 break
         if not self._running and not self._answers.rows:
@@ -398,10 +398,10 @@ class _Writing:
             self._note(f"no new prompt is drawn any more: {self._drawing.excuse()}")
         return bool(self._running)
 
-    def _admit(self, request: Request, text: _Text) -> None:
+    def _admit(self, request: Request, text: _Underway) -> None:
         self._running[self._session.admit(request)] = text
 
-    def _finished(self) -> Iterator[_Text]:
+    def _finished(self) -> Iterator[_Underway]:
         """Make one step, and yield every text that ends in it."""
         for emitted in self._session.step():
             if emitted.error is not None:

@@ -15,7 +15,7 @@ from vivace.core.model import Decoder
 from vivace.engine import Engine
 from vivace.errors import ConfigError
 from vivace.prompts import Prompt
-from vivace.recipes.answers import Answers
+from vivace.recipes.answers import AnswersFile
 from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainContext, TrainedAdapter
 from vivace.recipes.trainer import train_beside
 from vivace.train.report import Report
@@ -80,7 +80,7 @@ def train_pool(
     prompts: Sequence[Prompt],
     out: Path,
     report: Report,
-    answers: Answers | None = None,
+    answers: AnswersFile | None = None,
 ) -> list[str]:
     """Train every member of a pool that is not there yet, one after the other; return their names.
 

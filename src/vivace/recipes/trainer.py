@@ -11,7 +11,7 @@ from vivace.checkpoint.adapters import base_hash
 from vivace.engine import Engine
 from vivace.evaluate.benchmark import Run
 from vivace.prompts import Prompt
-from vivace.recipes.answers import Answers
+from vivace.recipes.answers import AnswersFile
 from vivace.recipes.frozen import FrozenRecipe, TrainContext
 from vivace.train.config import TrainConfig
 from vivace.train.loop import fit
@@ -25,7 +25,7 @@ def train_beside(
     out: Path,
     report: Report,
     *,
-    answers: Answers | None = None,
+    answers: AnswersFile | None = None,
     is_timed: bool = True,
 ) -> list[Run]:
     """Train the weights of a method, save them and time decoding with them.
