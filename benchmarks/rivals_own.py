@@ -203,7 +203,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         engine = planned(engines[system], plans[system])
         players.append(Named(system, MethodSystem(method_of(system), engine, given.max_new_tokens)))
         if method_of(system) == "multirate":
-            players.append(Named(f"{system}+lookup", MethodSystem(f"{system}+lookup", engine, given.max_new_tokens)))
+            players.append(Named(f"{system}+lookup", MethodSystem("multirate+lookup", engine, given.max_new_tokens)))
     report = report_of(base, load_prompts(given.prompts), given, lambda temperature: players)
     print(means(report))
     labels = {system: plan.label for system, plan in plans.items()}
