@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,6 +72,7 @@ class FakeEngine:
         self.world = None
         self.notes: list[str] = []
         self.memory = MemoryBudget()
+        self.model = SimpleNamespace(encoder=None)
 
     def check_has_no_encoder(self) -> None:
         """It has none."""
