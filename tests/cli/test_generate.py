@@ -59,7 +59,7 @@ def test_the_model_is_opened_as_asked(cli: Cli, engine: FakeEngine) -> None:
     plain |= {"weights": "bf16", "kv": "same", "screened_head": None, "memory": None, "reader": "auto"}
     plain |= {"ignore_config_keys": (), "prompt_cache": None, "prompt_cache_ro": False, "prompt_cache_bytes": None}
     plain |= dict.fromkeys(("parallel", "wire", "link_interface", "timeout", "guard", "prompt_pool"))
-    plain |= {"recovery": True, "remember": True}
+    plain |= {"recovery": True, "remember": True, "attention": "auto"}
     assert engine.opened == {"path": None, **plain}
     cli("generate", "hello", "--model", "m", "--adapter", "a/one", "--draft-model", "d", "--dtype", "float32")
     assert engine.opened == {**plain, "path": "m", "adapters": "a/one", "draft_model": Path("d"), "dtype": "float32"}
