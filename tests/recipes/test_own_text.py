@@ -142,6 +142,14 @@ def test_minutes_are_divided_between_writing_and_training() -> None:
         within(values, 0)
 
 
+def test_little_text_is_learnt_from_whatever_should_be_held_back(engine: Engine, tmp_path: Path) -> None:
+    recipe, notes = replace(RECIPE, own_tokens=600, longest=64, held_back=256), list[str]()
+    decoder = vivace.load(engine.folder, kernels="torch")
+    runs = train_beside(recipe, decoder, [], tmp_path / "few", Lines(notes.append))
+    assert all(run.identical for run in runs)
+    assert any("rows are held back: 256 are too many" in note for note in notes)
+
+
 def test_weights_are_trained_without_data(engine: Engine, tmp_path: Path) -> None:
     recipe, notes, out = replace(RECIPE, own_tokens=900, longest=64), list[str](), tmp_path / "fast"
     runs = train_beside(recipe, vivace.load(engine.folder, kernels="torch"), [], out, Lines(notes.append))

@@ -38,6 +38,8 @@ NUM_MEASURED = 24
 """Number of held-back prompts on which the result of a training is timed."""
 MEASURED_TOKENS = 64
 """Longest answer to one of them."""
+OWN_HELD_BACK = 8
+"""At most one of so many rows of the base's own text is held back."""
 OWN_TEXT = "own.jsonl"
 """Name of the file of the base's own text, beside the snapshots of the run."""
 
@@ -225,7 +227,11 @@ class TrainContext:
         if answers is not None:
             report.note(f"{len(pairs)} answers of {answers.path} are learnt from; none is written")
         random.Random(recipe.seed).shuffle(pairs)
-        last, first = recipe.held_back, recipe.held_back + recipe.num_calibration
+        last, most = recipe.held_back, len(pairs) // OWN_HELD_BACK
+        if recipe.own_tokens and last > most > 0:  # how much is written depends on the time there was
+            last = most
+            report.note(f"{last} of {len(pairs)} rows are held back: {recipe.held_back} are too many of so few")
+        first = last + recipe.num_calibration
         if len(pairs) <= first:
             calibrating = f" and {recipe.num_calibration} for calibration" if recipe.num_calibration else ""
             raise ConfigError(
