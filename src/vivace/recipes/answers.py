@@ -25,6 +25,12 @@ MODEL_DIGITS = 16
 """Number of hexadecimal digits of ``base_hash`` that a row names its model by."""
 
 
+def pair_of(row: Mapping[str, Any]) -> Pair:
+    """Return prompt and answer of a row, the answer marked where it was cut before its end."""
+    answer = row["reference"]
+    return read_prompt(row), answer if row.get("ended", True) else Unended(answer)
+
+
 @dataclass(frozen=True)
 class AnswersFile:
     """Rows of a file of answers."""
@@ -87,7 +93,7 @@ def read_answers(path: Path, base: str) -> AnswersFile:
     if strange := {row["model"] for row in rows} - {model}:
         raise MismatchError(f"{path} has answers of another model ({min(strange)}, this one is {model})")
     digest = hashlib.sha256(whole.encode()).hexdigest()[:16]
-    return AnswersFile(path, tuple(map(_pair, rows)), sum(row["tokens"] for row in rows), digest)
+    return AnswersFile(path, tuple(map(pair_of, rows)), sum(row["tokens"] for row in rows), digest)
 
 
 def _row(line: str, place: str) -> dict[str, Any]:
@@ -106,8 +112,3 @@ def _row(line: str, place: str) -> dict[str, Any]:
         )
     found: dict[str, Any] = row
     return found
-
-
-def _pair(row: Mapping[str, Any]) -> Pair:
-    answer = row["reference"]
-    return read_prompt(row), answer if row.get("ended", True) else Unended(answer)

@@ -305,7 +305,7 @@ class _Estimate:
     def _rows(self, count: int) -> None:
         """Add how many rows there are to learn from, and say if they are too few."""
         self.figures["rows"] = Figure(count, "rows", "given" if self.text.is_answered else "computed")
-        least = self.recipe.held_back + self.recipe.num_calibration
+        least = self.recipe.num_held_back(count) + self.recipe.num_calibration
         if count <= least:
             self.notes.append(f"{count} rows leave nothing to train on with {least} held back; lower held_back")
 

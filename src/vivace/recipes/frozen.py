@@ -92,6 +92,13 @@ class FrozenRecipe(ABC):
         """Number of trainings that the recipe consists of, one after another."""
         return 1
 
+    def num_held_back(self, rows: int) -> int:
+        """Return how many of so many rows are held back: fewer than the recipe says where the base's own text is short,
+        as how much it writes depends on the time there is.
+        """
+        most = rows // OWN_HELD_BACK
+        return most if self.own_tokens and self.held_back > most > 0 else self.held_back
+
     @property
     def folder(self) -> str:
         """Name of the folder of the result beside the model, unless the user names another."""
@@ -227,9 +234,8 @@ class TrainContext:
         if answers is not None:
             report.note(f"{len(pairs)} answers of {answers.path} are learnt from; none is written")
         random.Random(recipe.seed).shuffle(pairs)
-        last, most = recipe.held_back, len(pairs) // OWN_HELD_BACK
-        if recipe.own_tokens and last > most > 0:  # how much is written depends on the time there was
-            last = most
+        last = recipe.num_held_back(len(pairs))
+        if last < recipe.held_back:
             report.note(f"{last} of {len(pairs)} rows are held back: {recipe.held_back} are too many of so few")
         first = last + recipe.num_calibration
         if len(pairs) <= first:

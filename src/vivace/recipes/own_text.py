@@ -31,9 +31,10 @@ from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.engine import Engine, Options
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
+from vivace.recipes.answers import MODEL_DIGITS, pair_of
 from vivace.recipes.regenerate import complete_lines
-from vivace.train.data import Unended, next_question, read_prompt, written
 from vivace.train.data import asked as as_asked
+from vivace.train.data import next_question, written
 from vivace.train.variation import Pair
 from vivace.units import format_seconds
 
@@ -149,7 +150,7 @@ class _Answers:
         Raises:
             MismatchError: they are another model's.
         """
-        found = _Answers(path, base_hash(engine.folder)[:16], complete_lines(path))
+        found = _Answers(path, base_hash(engine.folder)[:MODEL_DIGITS], complete_lines(path))
         strange = {str(row.get("model")) for row in found.rows} - {found.model}
         if strange:
             raise MismatchError(
@@ -173,19 +174,17 @@ class _Answers:
     @property
     def pairs(self) -> list[Pair]:
         """Prompts and answers, in the order of the file."""
-        return [
-            (read_prompt(row), row["reference"] if row.get("ended", True) else Unended(row["reference"]))
-            for row in self.rows
-        ]
+        return list(map(pair_of, self.rows))
 
-    def add(self, prompt: str, answer: str, tokens: int, draw: int | None, ended: bool) -> None:
-        """Write one row."""
+    def add(self, prompt: str, answer: str, tokens: int, draw: int | None, ended: bool) -> Pair:
+        """Write one row, and return its pair."""
         known = {"model": self.model, "tokens": tokens, "draw": draw, "ended": ended}
         known["elapsed_s"] = round(self.elapsed_s, 1)
         self.rows.append({**written(prompt), "reference": answer, **known})
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(self.rows[-1], ensure_ascii=False) + "\n")
+        return pair_of(self.rows[-1])
 
 
 def _special(tokenizer: Tokenizer) -> set[int]:
@@ -364,8 +363,7 @@ class _Writing:
         """Write an answer to the file; the next turn of its conversation, if there is one, waits first."""
         self._made += len(text.tokens)
         answer = self._engine.tokenizer.decode(text.tokens)
-        self._answers.add(prompt, answer, len(text.tokens), text.draw, text.ended)
-        self._done[prompt] = answer if text.ended else Unended(answer)
+        _, self._done[prompt] = self._answers.add(prompt, answer, len(text.tokens), text.draw, text.ended)
         if text.question is not None:
             self._queue.appendleft((text.draw, text.question))
 
