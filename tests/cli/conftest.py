@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 import vivace
+from tests.cli.places import original as original
+from tests.cli.places import place as place
 from vivace.cli.app import run
 from vivace.cli.console import console
 from vivace.decode.memory import MemoryBudget
