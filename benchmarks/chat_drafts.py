@@ -1,9 +1,10 @@
 """Measure drafts on chat by category: ``python -m benchmarks.chat_drafts run MODEL PROMPTS --json FILE``.
 
-``prompts DATA OUT`` writes two prompt files from public data sets, a folder for each: ``measured.jsonl`` with six
-categories as Spec-Bench has them (Xia et al. 2024, arXiv:2401.07851), the category of a row being its "task", and
-``tuned.jsonl`` with other rows of the same sets, for ``vivace tune``. No row of either is trained on by recipes that
-learn from the model's own text. Conversations are turns of MT-bench, the answer between two of them the model's own.
+``prompts DATA OUT`` writes three prompt files from public data sets, a folder for each: ``measured.jsonl`` with six
+categories as Spec-Bench has them (Xia et al. 2024, arXiv:2401.07851), the category of a row being its "task",
+``tuned.jsonl`` with other rows of the same sets, for ``vivace tune``, and ``trained.jsonl`` with rows of neither, which
+a recipe that learns from the model's own answers may be given (``--data``). Conversations are turns of MT-bench, the
+answer between two of them the model's own; they and questions about documents are not among the rows to train on.
 
 ``run`` lets every method answer the prompts of a category in turns, greedily and at a temperature, and prints one table
 for each: the speed of decoding relative to plain decoding, with a bootstrap interval over prompts.
@@ -35,6 +36,8 @@ DOCUMENTS = 4
 """Documents before a question of the category ``documents``; one of them has the answer."""
 TUNED = 8
 """Rows of each data set that are for tuning."""
+NOT_TRAINED = ("conversation", "documents")
+"""Categories of which nothing is trained on: MT-bench has too few rows, and prompts of documents are too long."""
 
 
 def _rows(data: Path, name: str) -> list[dict[str, Any]]:
@@ -77,15 +80,20 @@ def categories(data: Path) -> Iterator[tuple[str, list[str | list[Message]]]]:
     yield "documents", [_documents(row, others, draws) for row in rows[:200]]
 
 
-def write_prompts(data: Path, out: Path, count: int) -> None:
-    """Write ``count`` prompts of each category to measure, and others to tune with."""
+def write_prompts(data: Path, out: Path, count: int, learnt: int) -> None:
+    """Write ``count`` prompts of each category to measure, others to tune with, and ``learnt`` of each set to train."""
     measured: dict[str, list[Prompt]] = {}
     tuned: list[Prompt] = []
+    trained: list[Prompt] = []
     for task, prompts in categories(data):
         rows = [Prompt(request, (), task) for request in prompts]
         tuned += rows[:TUNED]
         measured.setdefault(task, []).extend(rows[TUNED : TUNED + count])
+        if task not in NOT_TRAINED:
+            trained += rows[TUNED + count :][:learnt]
     random.Random(0).shuffle(tuned)
+    random.Random(0).shuffle(trained)
+    save_prompts(out / "trained.jsonl", trained)
     for task, rows in measured.items():
         sets = [rows[first : first + count] for first in range(0, len(rows), count)]
         measured[task] = [row for group in zip(*sets, strict=True) for row in group]  # sets of a category take turns
@@ -217,6 +225,7 @@ def main() -> None:
     made.add_argument("data", type=Path)
     made.add_argument("out", type=Path)
     made.add_argument("--count", type=int, default=30, help="prompts of each category")
+    made.add_argument("--learnt", type=int, default=300, help="prompts of each set to train on")
     texts = commands.add_parser("texts", help="write a prompt file for a base model: beginnings of texts and of code")
     texts.add_argument("data", type=Path)
     texts.add_argument("out", type=Path)
@@ -236,7 +245,7 @@ def main() -> None:
     run.add_argument("--json", type=Path)
     asked = parser.parse_args()
     if asked.command == "prompts":
-        write_prompts(asked.data, asked.out, asked.count)
+        write_prompts(asked.data, asked.out, asked.count, asked.learnt)
         return
     if asked.command == "texts":
         write_texts(asked.data, asked.out, asked.count)
