@@ -1,7 +1,7 @@
 """Which part of M2R2's gain is its residual's: ``python -m benchmarks.ablation train|measure --runs DIR``.
 
-``train`` makes eight drafters of the same exit layer, for equally many steps on the same answers of the model itself,
-to prompts of ``--data`` and, where these are too few, prompts that it draws: with and without the accelerated
+``train`` makes eight drafters of the same exit layer, in turn, for equally many steps on the same answers of the model
+itself, to prompts of ``--data`` and, where these are too few, prompts that it draws: with and without the accelerated
 residual's low-rank terms, with and without feedback, with and without reach. Without all three a draft is a plain
 exit with a trained factor per component. A killed run goes on. ``measure`` lets them draft in one interleaved run, each
 further lever (quantized drafts, a draft vocabulary, several steps in a native call) added in turn, on the residual and
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 import vivace
 from benchmarks import captions
 from tools.blocks import table
-from vivace.cli.app import run
+from vivace.checkpoint.adapters import base_hash
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.decode.shallow import DraftPlan
 from vivace.evaluate.benchmark import BenchmarkPrompt, Record, Trial, run_benchmark, summarise
@@ -31,6 +31,15 @@ from vivace.evaluate.bootstrap import paired_bootstrap, ratio_of_sums
 from vivace.evaluate.others import watched_others
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.systems import MethodSystem
+from vivace.prompts import load_prompts
+from vivace.recipes.answers import read_answers, without_writing
+from vivace.recipes.frozen import FrozenRecipe
+from vivace.recipes.kinds import recipe_named, recipe_of
+from vivace.recipes.own_text import Budget, own_text
+from vivace.recipes.reading import override
+from vivace.recipes.trainer import train_in_turn
+from vivace.train.data import questions_of as data_questions
+from vivace.train.report import Lines
 from vivace.tuning import planned
 
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -46,9 +55,12 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 """What is trained, and what each changes in the recipe of ``multirate``."""
 GUESSES = 4
 """Guesses of a draft, the same for all."""
-WORDS = 2048
-"""Tokens of the draft vocabulary, half of the shipped model's."""
-SHARED = ("loop.minutes=null", "loop.warmup_steps=10", "loop.evaluate_steps=100000", "tokens_per_batch=512")
+SHARED = (
+    *("loop.minutes=null", "loop.warmup_steps=10", "loop.evaluate_steps=100000", "loop.autocast=true"),
+    *("tokens_per_batch=512", "held_back=16"),
+)
+LONGEST = 512
+"""Tokens of a row."""
 TOKENS = 40_000
 """Tokens of the answers to learn from."""
 
@@ -76,11 +88,11 @@ class _Named:
         return self.system.answer(batch)
 
 
-def levers() -> list[Lever]:
-    """Return the rows of the table."""
+def levers(words: int) -> list[Lever]:
+    """Return the rows of the table; ``words`` is the size of the draft vocabulary where one is a lever."""
     chain = DraftPlan.chain(GUESSES)
     quantized = replace(chain, weights="q4")
-    fewer = replace(quantized, vocabulary=WORDS)
+    fewer = replace(quantized, vocabulary=words)
     rows = []
     for base, title in (("residual", "accelerated residual"), ("exit", "plain early exit")):
         full = f"{base}+feedback+reach"
@@ -99,26 +111,42 @@ def levers() -> list[Lever]:
 
 
 def train(given: argparse.Namespace) -> None:
-    """Train all parts that have no weights yet; the first draws the answers for all."""
-    answers = given.runs / "own.jsonl"
-    for name, changes in PARTS.items():
-        out = given.runs / name
-        if (out / "config.json").is_file():
-            continue
-        words = ["train", "multirate", "--out", str(out), f"loop.steps={given.steps}", *SHARED, "held_back=16"]
-        if answers.exists():
-            words += ["--answers", str(answers)]
-        else:
-            words += [f"own_tokens={TOKENS}", *(word for path in given.data for word in ("--data", str(path)))]
-        if run([*words, *(["--model", given.model] if given.model else []), *changes]) != 0:
-            raise SystemExit(f"training {name} failed")
-        if not answers.exists():
-            shutil.copyfile(out / "run" / "own.jsonl", answers)
+    """Train all parts that have no weights yet, in turn on the same batches; first the answers for all are written."""
+    engine, path = vivace.load(given.model, kernels="torch"), given.runs / "own.jsonl"
+    if given.answers is not None:
+        path = given.answers
+    elif not path.exists():
+        asked = sorted(set(data_questions([row for name in given.data for row in load_prompts(name)])))
+        random.Random(0).shuffle(asked)
+        own_text(vivace.load(given.model), path, Budget(TOKENS), LONGEST, asked, print)
+    waiting = [name for name in PARTS if not (given.runs / name / "config.json").is_file()]
+    recipes = {given.runs / name: _recipe(PARTS[name], given) for name in waiting}
+    answers = read_answers(path, base_hash(engine.folder))
+    if recipes:
+        train_in_turn(
+            recipes, engine, answers, lambda out: Lines(lambda text: print(f"{out.name}: {text}", flush=True))
+        )
+
+
+def _recipe(part: Sequence[str], given: argparse.Namespace) -> FrozenRecipe:
+    """Return what trains a part for so many steps on answers that are given."""
+    exits = () if given.exit_layer is None else (f"adapter.exit_layer={given.exit_layer}",)
+    changes = [
+        f"loop.steps={given.steps}",
+        *SHARED,
+        f"longest={LONGEST}",
+        f"plan.vocabulary={given.vocabulary}",
+        *exits,
+        *part,
+    ]
+    found = recipe_of(without_writing(override(recipe_named("multirate"), changes), changes, has_data=False))
+    assert isinstance(found, FrozenRecipe)
+    return found
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Measure all rows in turns on the same prompts."""
-    rows, players = levers(), list[_Named]()
+    rows, players = levers(given.words), list[_Named]()
     engines = {name: vivace.load(given.model, adapters={"multirate": given.runs / name}) for name in PARTS}
     base = engines["residual"]
     players.append(_Named("plain", MethodSystem("plain", base, given.max_new_tokens)))
@@ -143,6 +171,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "model": base.folder.name,
         "steps": given.steps,
         "guesses": GUESSES,
+        "vocabulary": given.words,
         "repeats": given.repeats,
         "reach": facts["residual+reach"]["config"]["reach"],
         "exit_layer": facts["residual"]["config"]["exit_layer"],
@@ -176,7 +205,8 @@ def tables(path: Path) -> str:
     busy = max(part["others_cpu_share"] or 0 for part in parts)
     caption = (
         f"**{written['model']}**, exit layer {written['exit_layer']}, reach {written['reach']}, {written['steps']} "
-        f"steps each, chains of {written['guesses']} guesses, {parts[0]['num_prompts']} prompts of each set, "
+        f"steps each, chains of {written['guesses']} guesses, draft vocabulary of {written['vocabulary']:,} tokens, "
+        f"{parts[0]['num_prompts']} prompts of each set, "
         f"{written['repeats']} repeats. {captions.machine(written['provenance'], written['kernels'])}"
         f"{captions.others({'others_cpu_share': busy})}. {different} texts differ from plain decoding's."
     )
@@ -196,7 +226,11 @@ def main() -> None:
     parser.add_argument("--model", help="the model that ships, if left out")
     parser.add_argument("--runs", type=Path, required=True, help="a folder for each part")
     parser.add_argument("--data", type=Path, action="append", default=[], help="prompts to answer before drawn ones")
+    parser.add_argument("--answers", type=Path, help="answers that another training had written; none are drawn")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--exit-layer", type=int, help="of all parts; left out: the recipe's")
+    parser.add_argument("--vocabulary", type=int, default=0, help="tokens that are learnt to be guessed; 0 is all")
+    parser.add_argument("--words", type=int, default=2048, help="tokens of the draft vocabulary where it is a lever")
     parser.add_argument("--prompts", nargs="*", default=["e2e", "sql"])
     parser.add_argument("--limit", type=int, default=24)
     parser.add_argument("--max-new-tokens", type=int, default=64)

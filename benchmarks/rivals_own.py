@@ -1,9 +1,10 @@
 """Rivals trained on one shared file of a model's own answers, for equal processor time (``rivals own`` and ``chat``).
 
 Every system gets the same prompts, the same answers, the same draft vocabulary, the same batches and the same minutes.
-Minutes are those that processors spend on the training (``loop.clock=processor``), so that trainings may follow each
-other on a machine that does other work meanwhile. A killed series goes on where it was: a system whose weights exist is
-passed over, and a training that was begun continues from its snapshot.
+Minutes are those that processors spend on the training (``loop.clock=processor``) on a machine that does other work
+meanwhile. Trainings take their steps in turn, so that the model's own pass over a batch is made once; it counts for
+each of them, as it would if they trained alone. A killed series goes on where it was: a system whose weights exist is
+passed over, and trainings that were begun continue from their snapshots.
 
 Measuring first chooses a plan for each system on prompts for tuning, among as many candidates for each, and then lets
 all of them answer the prompts of each category in turns, beside methods that need no training. What ``auto``, lookup
@@ -25,7 +26,7 @@ import vivace
 from benchmarks import captions
 from benchmarks.chat_drafts import answered, means, report_of
 from tools.blocks import table
-from vivace.cli.app import run
+from vivace.checkpoint.adapters import base_hash
 from vivace.decode.shallow import DraftPlan
 from vivace.engine import Engine
 from vivace.evaluate.benchmark import BenchmarkPrompt, Trial, run_benchmark, summarise
@@ -34,9 +35,15 @@ from vivace.evaluate.systems import MethodSystem
 from vivace.methods.composition import plan_of
 from vivace.methods.spec import Plan
 from vivace.prompts import load_prompts
+from vivace.recipes.answers import read_answers, without_writing
+from vivace.recipes.frozen import FrozenRecipe
+from vivace.recipes.kinds import recipe_named, recipe_of
 from vivace.recipes.own_text import written_before
+from vivace.recipes.reading import override
+from vivace.recipes.trainer import train_in_turn
 from vivace.train.data import Rows
 from vivace.train.distillation import FrozenPass
+from vivace.train.report import Lines
 from vivace.train.resume import read_state
 from vivace.tuning import planned
 
@@ -100,21 +107,31 @@ def method_of(system: str) -> str:
 
 
 def train_equally(model: str, answers: Path, runs: Path, minutes: float, systems: Sequence[str]) -> None:
-    """Train systems one after another as ``RUNS/<system>``, each for so many minutes of processor time."""
-    for system in systems or SYSTEMS:
-        out = runs / system
-        if (out / "config.json").is_file():
-            continue
-        words = ["train", method_of(system), "--model", model, "--answers", str(answers), "--out", str(out)]
-        words += [*SHARED, f"loop.minutes={minutes}"]
-        size = () if system == "draft" else (f"plan.vocabulary={VOCABULARY}",)
-        if run([*words, *SYSTEMS[system], *size]) != 0:
-            raise SystemExit(f"training {system} failed")
+    """Train systems in turn as ``RUNS/<system>``, each for so many minutes of processor time; those with weights stay.
+
+    The model's pass over a batch is made once for all of them, and counts for each.
+    """
+    engine = vivace.load(model, kernels="torch")
+    read = read_answers(answers, base_hash(engine.folder))
+    waiting = [system for system in systems or SYSTEMS if not (runs / system / "config.json").is_file()]
+    recipes = {runs / system: _recipe(system, minutes) for system in waiting}
+    if recipes:
+        train_in_turn(recipes, engine, read, lambda out: Lines(lambda text: print(f"{out.name}: {text}", flush=True)))
+    for out in recipes:
         progress = read_state(out / "run" / "state.pt")["progress"]
         facts = {"steps": progress["step"], "minutes": progress["elapsed_s"] / 60, "tokens": progress["num_tokens"]}
         (out / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     if not (runs / EXITS).is_file():
         (runs / EXITS).write_text(json.dumps(exits(model, answers)) + "\n", encoding="utf-8")
+
+
+def _recipe(system: str, minutes: float) -> FrozenRecipe:
+    """Return what trains a system on answers that are given."""
+    size = () if system == "draft" else (f"plan.vocabulary={VOCABULARY}",)
+    changes = [*SHARED, f"loop.minutes={minutes}", *SYSTEMS[system], *size]
+    found = recipe_of(without_writing(override(recipe_named(method_of(system)), changes), changes, has_data=False))
+    assert isinstance(found, FrozenRecipe)
+    return found
 
 
 @torch.no_grad()

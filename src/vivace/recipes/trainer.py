@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from vivace.checkpoint.adapters import base_hash
 from vivace.engine import Engine
+from vivace.errors import ConfigError, UnsupportedError
 from vivace.evaluate.benchmark import Run
 from vivace.prompts import Prompt
 from vivace.recipes.answers import AnswersFile
-from vivace.recipes.frozen import FrozenRecipe, TrainContext
+from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainContext
 from vivace.train.config import TrainConfig
-from vivace.train.loop import fit
+from vivace.train.distillation import SharedPasses
+from vivace.train.loop import Training, fit, fit_in_turn
 from vivace.train.report import Report
 
 
@@ -57,6 +59,55 @@ def train_beside(
         context.require_memory(trainable.objective, trainable.depth)
         config = TrainConfig(recipe.loop, recipe.optimiser, recipe.seed, context.plan_text(base))
         fit(engine.model, trainable.objective, context.data(), config, folder=out / "run", report=report)
-    saved = trainable.save(out, base)
-    report.note(f"saved {saved.what} to {out}{saved.note}")
+    saved = _saved(trainable, out, base)
     return context.timed(saved) if is_timed else []
+
+
+def train_in_turn(
+    recipes: Mapping[Path, FrozenRecipe], engine: Engine, answers: AnswersFile, report: Callable[[Path], Report]
+) -> None:
+    """Train the weights of several methods beside one decoder, step by step in turn on the same batches.
+
+    The decoder's pass over a batch is made once for all of them, and each gets the weights that ``train_beside`` would
+    give it in as many steps. So drafters can be compared that learn from the same text, in the time of little more
+    than one of them.
+
+    Args:
+        recipes: what to train, by folder of the result; seed, held-back rows and sizes of batches are alike.
+        engine: the frozen decoder, on PyTorch's kernels.
+        answers: text of the decoder's own, which all learn from.
+        report: returns what receives the progress of the training into a folder.
+
+    Raises:
+        ConfigError: batches would differ, or as ``train_beside``.
+        UnsupportedError: a recipe trains nothing, or as ``train_beside``.
+    """
+    alike = {
+        (one.seed, one.tokens_per_batch, one.longest, one.held_back, one.loop.autocast) for one in recipes.values()
+    }
+    if len(alike) > 1:
+        raise ConfigError("trainings in turn need the same seed, tokens_per_batch, longest, held_back and autocast")
+    base, begun, trainings = base_hash(engine.folder), list[tuple[Path, Trainable]](), []
+    for out, recipe in recipes.items():
+        context = TrainContext.of(recipe, engine, [], out, report(out), answers)
+        torch.manual_seed(recipe.seed)
+        trainable = recipe.begin(context)
+        if trainable.objective is None:
+            raise UnsupportedError(f"{recipe.kind} trains no weights, so it cannot take turns")
+        context.require_memory(trainable.objective, trainable.depth)
+        config = TrainConfig(recipe.loop, recipe.optimiser, recipe.seed, context.plan_text(base))
+        begun.append((out, trainable))
+        trainings.append(
+            Training(engine.model, trainable.objective, context.data(), config, out / "run", context.report)
+        )
+    with SharedPasses() as passes:
+        fit_in_turn(trainings, lambda: passes.saved_s)
+    for out, trainable in begun:
+        _saved(trainable, out, base)
+
+
+def _saved(trainable: Trainable, out: Path, base: str) -> SavedTraining:
+    """Write what was trained, and say so."""
+    saved = trainable.save(out, base)
+    trainable.context.report.note(f"saved {saved.what} to {out}{saved.note}")
+    return saved

@@ -15,7 +15,9 @@ in the copies; a last part passes the collected gradient on to the layers below.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -56,6 +58,8 @@ class FrozenPass:
     ) -> FrozenPass:
         """Run the decoder and keep the residuals that are asked for.
 
+        Inside ``SharedPasses`` a pass that another training has made over the same tokens is taken instead.
+
         Args:
             model: the frozen decoder.
             tokens: (B, T) token ids.
@@ -63,6 +67,15 @@ class FrozenPass:
             attended: indices of layers whose residuals are kept between attention and feed-forward.
             rows: (n,) rows whose ``attended`` residuals are kept; None keeps all.
         """
+        shared = _SHARED.get()
+        if shared is not None and not attended:
+            return shared.made(model, tokens, depths)
+        return FrozenPass._made(model, tokens, depths, attended, rows)
+
+    @staticmethod
+    def _made(
+        model: Decoder, tokens: Tensor, depths: Collection[int], attended: Collection[int], rows: Tensor | None
+    ) -> FrozenPass:
         step, count = Step.dense(*tokens.shape, device=tokens.device), model.config.num_layers
         h = model.embed(tokens.reshape(-1), step)
         residuals, between = {0: h}, dict[int, Tensor]()
@@ -94,6 +107,48 @@ class FrozenPass:
     def logits(self, head: DraftHead, rows: Tensor) -> Tensor:
         """Return the frozen decoder's logits of the tokens that ``head`` reads, (n,) -> (n, ``num_rows``) float32."""
         return head.among(self.final[rows])
+
+
+class SharedPasses:
+    """Trainings beside one frozen decoder that learn from the same batches in turn, which make its pass once for all.
+
+    Used as a context manager around their steps. The pass over the last batch is kept with the residuals that any of
+    the trainings has asked for so far; its entries and residuals are read and never written, so each training learns
+    what it would learn alone.
+    """
+
+    def __init__(self) -> None:
+        self.saved_s = 0.0
+        """Seconds of processor time that passes took whose results were taken again, counted each time."""
+        self._depths: set[int] = set()
+        self._last: tuple[Decoder, Tensor, FrozenPass, float] | None = None
+        self._entered: Token[SharedPasses | None] | None = None
+
+    def __enter__(self) -> SharedPasses:
+        self._entered = _SHARED.set(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._entered is not None
+        _SHARED.reset(self._entered)
+        self._last = None
+
+    def made(self, model: Decoder, tokens: Tensor, depths: Collection[int]) -> FrozenPass:
+        """Return the pass over tokens, the last one if it was over the same and has what is asked for."""
+        if self._last is not None and self._depths.issuperset(depths):
+            of, read, frozen, seconds = self._last
+            if of is model and read.shape == tokens.shape and torch.equal(read, tokens):
+                self.saved_s += seconds
+                return frozen
+        self._depths.update(depths)
+        self._last = None  # before the next pass needs its memory
+        began = time.process_time()
+        frozen = FrozenPass._made(model, tokens, self._depths, (), None)
+        self._last = (model, tokens, frozen, time.process_time() - began)
+        return frozen
+
+
+_SHARED: ContextVar[SharedPasses | None] = ContextVar("shared passes", default=None)
 
 
 class Cut:

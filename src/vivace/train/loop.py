@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -73,6 +73,78 @@ def fit(
     return run.finish()
 
 
+@dataclass(frozen=True)
+class Training(Generic[M, B]):
+    """One of several trainings that take their steps in turn; fields as the arguments of ``fit``."""
+
+    model: M
+    objective: Objective[M, B]
+    data: DataSplit[B]
+    config: TrainConfig
+    folder: Path
+    report: Report
+
+
+def fit_in_turn(trainings: Sequence[Training[M, B]], saved_s: Callable[[], float]) -> list[TrainResult]:
+    """Train several objectives in turn, a step of each after another, so that they may share what they compute alike.
+
+    Each has its own optimiser, budget, snapshots and result, and makes the steps that ``fit`` would make. Minutes of a
+    budget are the processor time of its own steps, with that of what another had computed for it: what it would have
+    needed alone. Snapshots of all are written together, so that a run that was killed goes on in step.
+
+    Args:
+        trainings: what to train; ``clock`` of budgets in minutes is "processor".
+        saved_s: returns the seconds of processor time, up to now, of results that were not computed again.
+
+    Raises:
+        ConfigError: a clock is the wall's, and as ``fit``.
+        MismatchError: a folder holds a run with another plan.
+        UsageError: a loss is infinite or not a number.
+    """
+    return_large_blocks()
+    loops = [training.config.loop for training in trainings]
+    if any(loop.minutes is not None and loop.clock != "processor" for loop in loops):
+        raise ConfigError("trainings in turn count minutes of a processor: set loop.clock=processor")
+    runs, clocks = [], [_OwnTime(saved_s) for _ in trainings]
+    for one, clock in zip(trainings, clocks, strict=True):
+        run = _Run(one.model, one.objective, one.data, one.config, one.folder, one.report, clock)
+        run.resume()
+        runs.append(run)
+    every_s, saved = min(loop.snapshot_s for loop in loops), time.monotonic()
+    while any(run.spent() < 1.0 for run in runs):
+        for run, clock in zip(runs, clocks, strict=True):
+            if run.spent() < 1.0:
+                with clock:
+                    run.step(may_save=False)
+        if time.monotonic() - saved >= every_s:
+            for run in runs:
+                run.save()
+            saved = time.monotonic()
+    for run in runs:
+        run.check_steps()
+    return [run.finish() for run in runs]
+
+
+class _OwnTime:
+    """A clock that runs during the steps of one training, and counts what was computed for it before."""
+
+    def __init__(self, saved_s: Callable[[], float]) -> None:
+        self._saved_s = saved_s
+        self._before = 0.0
+        self._since: float | None = None
+
+    def __enter__(self) -> None:
+        self._since = time.process_time() + self._saved_s()
+
+    def __exit__(self, *error: object) -> None:
+        self._before, self._since = self(), None
+
+    def __call__(self) -> float:
+        """Return the seconds so far."""
+        running = 0.0 if self._since is None else time.process_time() + self._saved_s() - self._since
+        return self._before + running
+
+
 def step_seconds(model: M, objective: Objective[M, B], batches: BatchSource[B], config: TrainConfig) -> float:
     """Return how long a step of a run takes: the second one's seconds, as the first also sets things up.
 
@@ -110,7 +182,9 @@ class _Run(Generic[M, B]):
         config: TrainConfig,
         folder: Path,
         report: Report,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        """Begin a run; ``clock`` counts its minutes, None is the one that the budget names."""
         self.model = model
         self.objective = objective
         self.data = data
@@ -122,7 +196,8 @@ class _Run(Generic[M, B]):
         self.batches = data.train.start_at(self.progress.place)
         self.held_back: dict[str, float] = {}
         self.window = _Window()
-        self._now: Callable[[], float] = time.process_time if config.loop.clock == "processor" else time.monotonic
+        named = time.process_time if config.loop.clock == "processor" else time.monotonic
+        self._now: Callable[[], float] = clock or named
         self.began, self.saved = self._now(), time.monotonic()
 
     def resume(self) -> None:
@@ -138,8 +213,8 @@ class _Run(Generic[M, B]):
         """Return the share of the budget that has been used."""
         return self.config.loop.spent(self.progress.step, self._now() - self.began)
 
-    def step(self) -> None:
-        """Update the parameters once; report, evaluate and write a snapshot where one is due."""
+    def step(self, *, may_save: bool = True) -> None:
+        """Update the parameters once; report, evaluate and write a snapshot where one is due and it may."""
         loop = self.config.loop
         spent = self.spent()
         factor = loop.factor(self.progress.step, spent)
@@ -159,8 +234,8 @@ class _Run(Generic[M, B]):
         self._tell(spent, factor)
         if self.data.held_back and self.progress.step % loop.evaluate_steps == 0:
             self._evaluate()
-        if time.monotonic() - self.saved >= loop.snapshot_s:
-            self._save()
+        if may_save and time.monotonic() - self.saved >= loop.snapshot_s:
+            self.save()
 
     def check_steps(self) -> None:
         """Raise an error if the minutes of the budget were over before a second step, whose result is worth nothing."""
@@ -173,7 +248,7 @@ class _Run(Generic[M, B]):
         """Evaluate once more, write the last snapshot and restore the best parameters."""
         if self.data.held_back and self.progress.step % self.config.loop.evaluate_steps:
             self._evaluate()
-        self._save()
+        self.save()
         if self.data.held_back:
             self._take_best()
         return TrainResult(self.progress, self.held_back)
@@ -234,7 +309,8 @@ class _Run(Generic[M, B]):
                 p.copy_(value)
             self.report.note(f"kept the parameters of step {self.progress.best_step}, the best on held-back rows")
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Write a snapshot."""
         elapsed = self._now() - self.began
         self.progress = replace(self.progress, elapsed_s=elapsed)
         save_snapshot(self.folder, self.progress, self.optimiser.state(), self.objective, self.config.plan)
