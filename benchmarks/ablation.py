@@ -7,7 +7,7 @@ exit with a trained factor per component. A killed run goes on. ``measure`` lets
 further lever (quantized drafts, a draft vocabulary, several steps in a native call) added in turn, on the residual and
 on the plain exit.
 
-Intervals are bootstrap intervals over prompts.
+``--set shapes`` compares exit layers and ranks instead. Intervals are bootstrap intervals over prompts.
 """
 
 from __future__ import annotations
@@ -53,6 +53,13 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "residual+feedback+reach": (),
 }
 """What is trained, and what each changes in the recipe of ``multirate``."""
+SHAPES: Mapping[str, tuple[str, ...]] = {
+    **{f"exit layer {layer}": (f"adapter.exit_layer={layer}",) for layer in (2, 3, 4, 5, 6)},
+    **{f"rank {rank}": (f"adapter.rank={rank}", f"adapter.bottleneck={8 * rank}") for rank in (8, 96)},
+}
+"""Exit layers and ranks that are compared, with feedback and reach; what is not said is the recipe's. Bottlenecks have
+eight times the rank."""
+SETS = {"parts": PARTS, "shapes": SHAPES}
 GUESSES = 4
 """Guesses of a draft, the same for all."""
 SHARED = (
@@ -74,6 +81,12 @@ class Lever:
     plan: DraftPlan
     is_one_call: bool
     """Whether a native call makes and verifies several steps."""
+
+
+def shapes() -> list[Lever]:
+    """Return the rows of the table of exit layers and ranks, drafting as fast as it goes."""
+    chain = DraftPlan((1,) * GUESSES, weights="q4")
+    return [Lever(name, name, chain, True) for name in SHAPES]
 
 
 @dataclass(frozen=True)
@@ -119,8 +132,9 @@ def train(given: argparse.Namespace) -> None:
         asked = sorted(set(data_questions([row for name in given.data for row in load_prompts(name)])))
         random.Random(0).shuffle(asked)
         own_text(vivace.load(given.model), path, Budget(TOKENS), LONGEST, asked, print)
-    waiting = [name for name in PARTS if not (given.runs / name / "config.json").is_file()]
-    recipes = {given.runs / name: _recipe(PARTS[name], given) for name in waiting}
+    parts = SETS[given.set]
+    waiting = [name for name in parts if not (given.runs / name / "config.json").is_file()]
+    recipes = {given.runs / name: _recipe(parts[name], given) for name in waiting}
     answers = read_answers(path, base_hash(engine.folder))
     if recipes:
         train_in_turn(
@@ -146,9 +160,10 @@ def _recipe(part: Sequence[str], given: argparse.Namespace) -> FrozenRecipe:
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Measure all rows in turns on the same prompts."""
-    rows, players = levers(given.words), list[_Named]()
-    engines = {name: vivace.load(given.model, adapters={"multirate": given.runs / name}) for name in PARTS}
-    base = engines["residual"]
+    rows, players = levers(given.words) if given.set == "parts" else shapes(), list[_Named]()
+    parts = SETS[given.set]
+    engines = {name: vivace.load(given.model, adapters={"multirate": given.runs / name}) for name in parts}
+    base = next(iter(engines.values()))
     players.append(_Named("plain", MethodSystem("plain", base, given.max_new_tokens)))
     for row in rows:
         engine = planned(engines[row.parts], row.plan)
@@ -164,7 +179,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             runs[record.name]["tokens_interval"] = _tokens(record)
         head = {"prompts": Path(prompts).stem, "num_prompts": len(asked), "others_cpu_share": others.cpu_share}
         report.append({**head, "runs": list(runs.values())})
-    facts = {name: json.loads((given.runs / name / "config.json").read_text(encoding="utf-8")) for name in PARTS}
+    config = json.loads((given.runs / [*parts][-1] / "config.json").read_text(encoding="utf-8"))["config"]
     return {
         "provenance": asdict(provenance(base.model.device)),
         "kernels": base.kernels.name,
@@ -173,8 +188,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "guesses": GUESSES,
         "vocabulary": given.words,
         "repeats": given.repeats,
-        "reach": facts["residual+reach"]["config"]["reach"],
-        "exit_layer": facts["residual"]["config"]["exit_layer"],
+        "reach": config["reach"],
+        "exit_layer": config["exit_layer"] if given.set == "parts" else None,
         "report": report,
     }
 
@@ -190,10 +205,12 @@ def _tokens(record: Record) -> tuple[float, float]:
     return found.low, found.high
 
 
-def tables(path: Path) -> str:
-    """Return the table of a file that ``measure`` wrote."""
-    if not path.is_file():
-        return "No run is committed yet."
+def tables(folder: Path) -> str:
+    """Return the tables of all files that ``measure`` wrote into a folder."""
+    return "\n\n".join(map(_table, sorted(folder.glob("*.json")))) or "No run is committed yet."
+
+
+def _table(path: Path) -> str:
     written = json.loads(path.read_text(encoding="utf-8"))
     parts = written["report"]
     columns = [f"{part['prompts']}: {what}" for part in parts for what in ("tokens a pass", "beside plain")]
@@ -203,9 +220,10 @@ def tables(path: Path) -> str:
         rows.append((one["method"], *cells))
     different = sum(run["num_different"] for part in parts for run in part["runs"])
     busy = max(part["others_cpu_share"] or 0 for part in parts)
+    place = "" if written["exit_layer"] is None else f"exit layer {written['exit_layer']}, "
     caption = (
-        f"**{written['model']}**, exit layer {written['exit_layer']}, reach {written['reach']}, {written['steps']} "
-        f"steps each, chains of {written['guesses']} guesses, draft vocabulary of {written['vocabulary']:,} tokens, "
+        f"**{written['model']}**, {place}reach {written['reach']}, {written['steps']} "
+        f"steps each, chains of {written['guesses']} guesses, draft vocabulary of {written.get('vocabulary', 2048):,} tokens, "
         f"{parts[0]['num_prompts']} prompts of each set, "
         f"{written['repeats']} repeats. {captions.machine(written['provenance'], written['kernels'])}"
         f"{captions.others({'others_cpu_share': busy})}. {different} texts differ from plain decoding's."
@@ -223,6 +241,7 @@ def main() -> None:
     """Train or measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("train", "measure"))
+    parser.add_argument("--set", choices=tuple(SETS), default="parts", help="what is compared")
     parser.add_argument("--model", help="the model that ships, if left out")
     parser.add_argument("--runs", type=Path, required=True, help="a folder for each part")
     parser.add_argument("--data", type=Path, action="append", default=[], help="prompts to answer before drawn ones")
@@ -244,7 +263,7 @@ def main() -> None:
     if given.json is not None:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(tables(given.json))
+        print(_table(given.json))
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         techniques / "multirate.md": {
             "law": law(everything),
             "results": technique(everything, "multirate"),
-            "ablation": ablation.tables(RESULTS / "ablation" / "shipped.json"),
+            "ablation": ablation.tables(RESULTS / "ablation"),
         },
         techniques / "palette.md": {
             "quality": palette_tables.quality(RESULTS / "palettes"),
