@@ -223,9 +223,8 @@ def _table(path: Path) -> str:
     place = "" if written["exit_layer"] is None else f"exit layer {written['exit_layer']}, "
     caption = (
         f"**{written['model']}**, {place}reach {written['reach']}, {written['steps']} "
-        f"steps each, chains of {written['guesses']} guesses, draft vocabulary of {written.get('vocabulary', 2048):,} tokens, "
-        f"{parts[0]['num_prompts']} prompts of each set, "
-        f"{written['repeats']} repeats. {captions.machine(written['provenance'], written['kernels'])}"
+        f"steps each, chains of {written['guesses']} guesses, draft vocabulary of {written.get('vocabulary', 2048):,} "
+        f"tokens, {parts[0]['num_prompts']} prompts of each set, {written['repeats']} repeats. {captions.machine(written['provenance'], written['kernels'])}"
         f"{captions.others({'others_cpu_share': busy})}. {different} texts differ from plain decoding's."
     )
     return f"{caption}\n\n{table(('drafts', *columns), rows)}"
