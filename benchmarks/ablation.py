@@ -224,8 +224,9 @@ def _table(path: Path) -> str:
     caption = (
         f"**{written['model']}**, {place}reach {written['reach']}, {written['steps']} "
         f"steps each, chains of {written['guesses']} guesses, draft vocabulary of {written.get('vocabulary', 2048):,} "
-        f"tokens, {parts[0]['num_prompts']} prompts of each set, {written['repeats']} repeats. {captions.machine(written['provenance'], written['kernels'])}"
-        f"{captions.others({'others_cpu_share': busy})}. {different} texts differ from plain decoding's."
+        f"tokens, {parts[0]['num_prompts']} prompts of each set, {written['repeats']} repeats. "
+        f"{captions.machine(written['provenance'], written['kernels'])}{captions.others({'others_cpu_share': busy})}. "
+        f"{different} texts differ from plain decoding's."
     )
     return f"{caption}\n\n{table(('drafts', *columns), rows)}"
 
