@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from vivace.errors import ConfigError
 from vivace.kernels.choice import GRAPHS, KernelChoice, choose
 from vivace.kernels.low_bit import Weights, check_weights
 from vivace.methods.composition import check_room
-from vivace.parallel.loading import SharedLoading
+from vivace.parallel.loading import LoadOptions, SharedLoading
 from vivace.storage import refusals
 from vivace.storage.loading import Storage, load_stored
 
@@ -111,12 +111,16 @@ def open_checkpoint(
     hint = ", or a store, which runs in less: vivace convert --store"
     check_room(budget, folder, "the model", execution.dtype, execution.weights, hint, ignored=execution.ignored)
     screens = False if screened_head is None and budget.limit_bytes is not None else screened_head
-    read: Callable[..., Decoder] = partial(load_decoder, reads_sources=True, sources=sources)
-    if ranks is not None:
-        read = partial(ranks.load, kv=kv, kernels=execution.choice.name, weights=execution.weights)
-    how: dict[str, Any] = {"dtype": execution.dtype, "device": execution.device, "ignored": execution.ignored}
-    model = read(folder, backend=partial(execution.backend, screens_head=screens), **how)
-    model.store_entries(kv)
+    backend = partial(execution.backend, screens_head=screens)
+    dtype, device, ignored = execution.dtype, execution.device, execution.ignored
+    if ranks is None:
+        model = load_decoder(
+            folder, dtype, device, backend=backend, ignored=ignored, reads_sources=True, sources=sources
+        )
+        model.store_entries(kv)
+    else:
+        names = execution.choice.name, execution.weights
+        model = ranks.load(LoadOptions(folder, dtype, device, kv, *names, backend, ignored))
     budget.hold(model, held_bytes(model)[0], "weights")
     return Opened(model, execution, None)
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vivace.checkpoint.adapters import base_hash
-from vivace.checkpoint.load import load_decoder
-from vivace.core.backend import Backend
 from vivace.core.model import Decoder
 from vivace.core.summed import Point
 from vivace.decode.prefill import FULL, Prefill
@@ -20,7 +17,7 @@ from vivace.errors import ConfigError
 from vivace.parallel import passes
 from vivace.parallel.collective import Wire
 from vivace.parallel.following import Follower
-from vivace.parallel.loading import SharedLoading, end_following, load_share, load_stages, wire_of
+from vivace.parallel.loading import LoadOptions, SharedLoading, end_following, load_share, load_stages, wire_of
 from vivace.parallel.pipeline import PipelineFollower, PipelinePrefill
 from vivace.parallel.runahead import RunaheadFollower, RunaheadPrefill
 from vivace.parallel.world import World
@@ -85,18 +82,7 @@ class EveryLoading(SharedLoading):
         self.reading = RunaheadPrefill(world)
         """How the engine that was loaded first reads prompts."""
 
-    def load(
-        self,
-        folder: Path,
-        *,
-        dtype: str,
-        device: str,
-        kv: str,
-        kernels: str,
-        weights: str,
-        backend: Callable[[torch.dtype], Backend | None],
-        ignored: Sequence[str],
-    ) -> Decoder:
+    def load(self, options: LoadOptions) -> Decoder:
         """Load everything, and return the whole model, at the second call the share, at the third the stages.
 
         Only on rank 0 it returns.
@@ -109,18 +95,17 @@ class EveryLoading(SharedLoading):
         if self._loaded:
             decoder, self.prefill = self._loaded.pop(0)
             return decoder
-        whole = load_decoder(folder, dtype, device, backend=backend, ignored=ignored)
-        whole.store_entries(kv)
-        share = load_share(self.world, self._switch, folder, dtype, device, backend, ignored)
-        stages = load_stages(self.world, folder, dtype, device, backend, ignored, passes.STAGES)
-        for decoder in (share, stages):
-            decoder.store_entries(kv)
-        forms = {name: wire_of(name, folder, self.world.size, whole.dtype) for name in self._names}
+        whole = options.decoder()
+        share = load_share(self.world, self._switch, options)
+        stages = load_stages(self.world, options, passes.STAGES)
+        for decoder in (whole, share, stages):
+            decoder.store_entries(options.kv)
+        forms = {name: wire_of(name, options.folder, self.world.size, whole.dtype) for name in self._names}
         self._switch.forms = forms
         facts: dict[str, Any] = {
             "vivace": getattr(sys.modules.get("vivace"), "__version__", None),
-            "checkpoint": base_hash(folder)[:16],
-            "kernels": kernels,
+            "checkpoint": base_hash(options.folder)[:16],
+            "kernels": options.kernels,
             "dtype": str(whole.dtype),
             "threads": torch.get_num_threads(),
             "forms": [getattr(form, "fingerprint", name.partition("=")[0]) for name, form in forms.items()],

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
 import vivace.parallel.world as worlds
 from vivace.checkpoint.adapters import base_hash
-from vivace.checkpoint.load import load_config, load_decoder
+from vivace.checkpoint.load import Shard, load_config, load_decoder
 from vivace.core.backend import Backend, TorchBackend
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.backend import CpuBackend
 from vivace.core.model import Decoder
+from vivace.core.parts import Parts
 from vivace.decode.prefill import FULL, Prefill
 from vivace.errors import ConfigError, UnsupportedError, WorldError, nearest
 from vivace.parallel.collective import LinkedSum, Wire, find_wire, form_of
@@ -38,9 +40,46 @@ from vivace.parallel.shares import shares_of
 from vivace.parallel.tensor import ShareParts, shard_of
 from vivace.parallel.world import World
 
+MakeBackend: TypeAlias = Callable[[torch.dtype], Backend | None]
+
 MODES = ("tensor", *WAYS, "auto", PIPELINE)
 """Ways to share work: every layer is divided among ranks, or every prompt is, or the layers are; "auto" chooses among
 those that divide prompts, and one rank alone, for each prompt."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How all ranks load a model."""
+
+    folder: Path
+    """The checkpoint."""
+    dtype: str
+    """As for ``load_decoder``."""
+    device: str
+    kv: str
+    """Format of keys and values."""
+    kernels: str
+    """Name of the kernels in use."""
+    weights: str
+    """Format of matrices in memory."""
+    backend: MakeBackend
+    """Makes what runs a decoder of a dtype; None is PyTorch on the modules as they are."""
+    ignored: tuple[str, ...]
+    """Unknown keys of ``config.json`` that are read as if they were not there."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Read the checkpoint's configuration."""
+        return load_config(self.folder, self.ignored)
+
+    def decoder(
+        self, backend: MakeBackend | None = None, *, parts: Parts | None = None, shard: Shard | None = None
+    ) -> Decoder:
+        """Load a decoder as ``load_decoder`` does: with ``backend`` the one it makes runs it instead of the model's."""
+        made = self.backend if backend is None else backend
+        return load_decoder(
+            self.folder, self.dtype, self.device, parts=parts, backend=made, ignored=self.ignored, shard=shard
+        )
 
 
 class SharedLoading:
@@ -92,29 +131,8 @@ class SharedLoading:
         world = worlds.join(interface=interface, timeout_s=timeout_s)
         return SharedLoading(world, mode, "same" if wire is None else str(wire))
 
-    def load(
-        self,
-        folder: Path,
-        *,
-        dtype: str,
-        device: str,
-        kv: str,
-        kernels: str,
-        weights: str,
-        backend: Callable[[torch.dtype], Backend | None],
-        ignored: Sequence[str],
-    ) -> Decoder:
+    def load(self, options: LoadOptions) -> Decoder:
         """Load this rank's share of a model. Only on rank 0 it returns; the others follow until rank 0 has ended.
-
-        Args:
-            folder: of the checkpoint.
-            dtype: of the weights.
-            device: the CPU.
-            kv: format of keys and values.
-            kernels: name of the kernels in use.
-            weights: format of matrices in memory.
-            backend: makes what runs a decoder of a dtype.
-            ignored: unknown keys of config.json that are read as if they were not there.
 
         Raises:
             WorldError: the ranks differ, or one of them failed.
@@ -122,29 +140,29 @@ class SharedLoading:
             UnsupportedError: such a model is not shared.
         """
         if self.mode == PIPELINE:
-            decoder = load_stages(self.world, folder, dtype, device, backend, ignored)
+            decoder = load_stages(self.world, options)
         elif self.mode == "tensor":
-            decoder = load_share(self.world, self.wire, folder, dtype, device, backend, ignored)
+            decoder = load_share(self.world, self.wire, options)
         else:
-            if self.mode in WAYS and self.mode != RUNAHEAD and any(load_config(folder, ignored).windows):
+            if self.mode in WAYS and self.mode != RUNAHEAD and any(options.config.windows):
                 raise UnsupportedError(
                     f"layers with sliding windows do not keep what parallel {self.mode} gathers; use runahead"
                 )
-            decoder = load_decoder(folder, dtype, device, backend=backend, ignored=ignored)
-        decoder.store_entries(kv)
+            decoder = options.decoder()
+        decoder.store_entries(options.kv)
         self.world.compare(
             {
                 "mode": self.mode,
                 "wire": self.wire.partition("=")[0],
                 "calibration": getattr(self.world.wire, "fingerprint", None),
                 "vivace": getattr(sys.modules.get("vivace"), "__version__", None),
-                "checkpoint": base_hash(folder)[:16],
-                "kernels": kernels,
-                "weights": weights,
+                "checkpoint": base_hash(options.folder)[:16],
+                "kernels": options.kernels,
+                "weights": options.weights,
                 "dtype": str(decoder.dtype).removeprefix("torch."),
                 "threads": torch.get_num_threads(),
                 "torch": torch.__version__,
-                "keys and values": kv,
+                "keys and values": options.kv,
             }
         )
         if not self.world.leads:
@@ -153,8 +171,8 @@ class SharedLoading:
         if isinstance(self.prefill, RunaheadPrefill):
             decoder.backend.num_ranks = self.world.size
             self.prefill.measure(decoder)
-            facts = facts_of(self.world.size, decoder, kernels)
-            self.prefill.table = found_table(folder, facts) if self.reads_table else None
+            facts = facts_of(self.world.size, decoder, options.kernels)
+            self.prefill.table = found_table(options.folder, facts) if self.reads_table else None
         return decoder
 
 
@@ -184,17 +202,9 @@ def found_table(folder: Path, facts: Mapping[str, Any]) -> Table | None:
     return read_table(place, base_hash(folder), facts) if place.is_dir() else None
 
 
-def load_share(
-    world: World,
-    wire: str | Wire,
-    folder: Path,
-    dtype: str,
-    device: str,
-    backend: Callable[[torch.dtype], Backend | None],
-    ignored: Sequence[str],
-) -> Decoder:
+def load_share(world: World, wire: str | Wire, options: LoadOptions) -> Decoder:
     """Load a rank's share of every layer; ``wire`` is the form of sums, or its name."""
-    config = load_config(folder, ignored)
+    config = options.config
     check_model(config)
     share = shares_of(config, world.size)[world.rank]
     leader = Leader(world) if world.leads else None
@@ -202,40 +212,37 @@ def load_share(
     parts = ShareParts(config, share, collective, () if leader is None else (leader,), has_ends=world.leads)
 
     def made(kind: torch.dtype) -> Backend | None:
-        inner = backend(kind)
+        inner = options.backend(kind)
         if isinstance(inner, CpuBackend):
             inner.joins_layers = False
         return inner if leader is None else LedBackend(TorchBackend() if inner is None else inner, leader)
 
     shard = shard_of(config, share, has_ends=world.leads)
-    decoder = load_decoder(folder, dtype, device, parts=parts, backend=made, ignored=ignored, shard=shard)
-    world.wire = wire_of(wire, folder, world.size, decoder.dtype) if isinstance(wire, str) else wire
+    decoder = options.decoder(made, parts=parts, shard=shard)
+    world.wire = wire_of(wire, options.folder, world.size, decoder.dtype) if isinstance(wire, str) else wire
     collective.wire = world.wire
     return decoder
 
 
-def load_stages(
-    world: World,
-    folder: Path,
-    dtype: str,
-    device: str,
-    backend: Callable[[torch.dtype], Backend | None],
-    ignored: Sequence[str],
-    offset: int = 0,
-) -> Decoder:
-    """Load a model whose layers are computed by the ranks one after the other."""
-    config = load_config(folder, ignored)
+def load_stages(world: World, options: LoadOptions, offset: int = 0) -> Decoder:
+    """Load a model whose layers are computed by the ranks one after the other.
+
+    Args:
+        world: the ranks.
+        options: how they load it.
+        offset: number of the first operation by which stages know their messages (``passes.py``).
+    """
+    config = options.config
     check_model(config)
     if config.num_layers < world.size:
         raise ConfigError(f"{world.size} ranks cannot share {config.num_layers} layers; start fewer")
     leader = PipelineLeader(world, offset) if world.leads else None
 
     def made(kind: torch.dtype) -> Backend | None:
-        inner = backend(kind)
+        inner = options.backend(kind)
         return inner if leader is None else PipelineBackend(TorchBackend() if inner is None else inner, leader)
 
-    parts = PipelineParts(config, leader)
-    return load_decoder(folder, dtype, device, parts=parts, backend=made, ignored=ignored)
+    return options.decoder(made, parts=PipelineParts(config, leader))
 
 
 def wire_of(name: str, folder: Path, num_ranks: int, dtype: torch.dtype) -> Wire:

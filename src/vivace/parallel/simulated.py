@@ -10,21 +10,19 @@ from __future__ import annotations
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import combinations
-from pathlib import Path
 
 import torch
 
-from vivace.core.backend import Backend
 from vivace.core.model import Decoder
 from vivace.decode.prefill import FULL
 from vivace.errors import ConfigError, WorldError
 from vivace.parallel.collective import Wire
 from vivace.parallel.following import Follower, follow
 from vivace.parallel.links import Links
-from vivace.parallel.loading import SharedLoading, load_share
+from vivace.parallel.loading import LoadOptions, SharedLoading, load_share
 from vivace.parallel.world import TIMEOUT_S, World
 
 MOST_RANKS = 16
@@ -63,18 +61,7 @@ class SimulatedLoading(SharedLoading):
         super().__init__(self._worlds[0], "tensor", wire if isinstance(wire, str) else "watched")
         self.prefill = FULL
 
-    def load(
-        self,
-        folder: Path,
-        *,
-        dtype: str,
-        device: str,
-        kv: str,
-        kernels: str,
-        weights: str,
-        backend: Callable[[torch.dtype], Backend | None],
-        ignored: Sequence[str],
-    ) -> Decoder:
+    def load(self, options: LoadOptions) -> Decoder:
         """Load the shares of all ranks, let all but the first follow it, and return that of the first.
 
         Raises:
@@ -87,8 +74,8 @@ class SimulatedLoading(SharedLoading):
             decoders = []
             for world in self._worlds:
                 wire = self._wire if isinstance(self._wire, str) else self._wire(world.rank)
-                decoders.append(load_share(world, wire, folder, dtype, device, backend, ignored))
-                decoders[-1].store_entries(kv)
+                decoders.append(load_share(world, wire, options))
+                decoders[-1].store_entries(options.kv)
         except BaseException:
             for world in self._worlds:
                 world.links.close()
