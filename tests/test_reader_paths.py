@@ -13,14 +13,19 @@ from typing import Any
 import pytest
 
 import vivace
+from tests.adapters.loras import make_lora
 from tests.every_method import make_model
+from vivace.decode.session import Session
+from vivace.decode.stats import DecodeStats
 from vivace.engine import Engine, Options
 
 ROOT = Path(__file__).resolve().parents[1]
 MOST_FILES = 4
 ROW = re.compile(r"^\| `([^`]+)` \| `([^`]+)` \|", re.M)
 STEPS_PER_CALL = {"decided": None, "verified": 0}
-"""What a session is told on each path; None is the default."""
+"""What a session is told on each path of a draft token; None is the default."""
+FURTHER: dict[str, dict[str, Any]] = {"prompt": {}, "beams": {"num_beams": 2}, "adapter": {"adapter": "worn"}}
+"""The other paths, with the options of a request that takes them."""
 
 
 def path_of(name: str) -> list[tuple[Path, str]]:
@@ -37,7 +42,7 @@ def defines(file: Path, function: str) -> bool:
     return any(isinstance(node, ast.FunctionDef) and node.name == function for node in ast.walk(ast.parse(text)))
 
 
-@pytest.mark.parametrize("name", STEPS_PER_CALL)
+@pytest.mark.parametrize("name", [*STEPS_PER_CALL, *FURTHER])
 def test_a_reader_opens_few_files(name: str) -> None:
     path = path_of(name)
     assert path
@@ -52,13 +57,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return vivace.load(make_model(tmp_path_factory.mktemp("paths"), "multirate"), dtype="bfloat16")
 
 
-def calls_of(engine: Engine, steps_per_call: int | None) -> list[tuple[Path, str]]:
-    """Python functions that are entered while one greedy request is decoded by a drafter that is wrong at times."""
-    options = Options(method="multirate", max_new_tokens=24, ignore_eos=True, do_sample=False, logprobs=False)
-    request = engine.request("the quick brown fox", options)
-    session = engine.session([request], options)
-    session.steps_per_call = steps_per_call
-    session.admit(request)
+def drained(session: Session) -> tuple[list[tuple[Path, str]], DecodeStats]:
+    """Python functions that are entered while a session decodes its requests, in order, and the last one's counters."""
     entered: list[tuple[Path, str]] = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -71,6 +71,17 @@ def calls_of(engine: Engine, steps_per_call: int | None) -> list[tuple[Path, str
         stats = list(session.drain())[-1].stats
     finally:
         sys.setprofile(before)
+    return entered, stats
+
+
+def calls_of(engine: Engine, steps_per_call: int | None) -> list[tuple[Path, str]]:
+    """Python functions that are entered while one greedy request is decoded by a drafter that is wrong at times."""
+    options = Options(method="multirate", max_new_tokens=24, ignore_eos=True, do_sample=False, logprobs=False)
+    request = engine.request("the quick brown fox", options)
+    session = engine.session([request], options)
+    session.steps_per_call = steps_per_call
+    session.admit(request)
+    entered, stats = drained(session)
     assert stats.num_accepted_draft_tokens < stats.num_draft_tokens, "else nothing is rejected"
     return entered
 
@@ -98,3 +109,15 @@ def test_the_program_takes_the_path_that_is_told(engine: Engine, name: str) -> N
 def test_without_native_kernels_guesses_are_made_in_steps(tmp_path: Path) -> None:
     engine = vivace.load(make_model(tmp_path, "multirate"), kernels="torch")
     follow(calls_of(engine, None), path_of("verified"))
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_paths_are_those_that_are_told(tmp_path: Path, name: str) -> None:
+    base = make_model(tmp_path / "base", "plain")
+    loras = {"worn": make_lora(tmp_path / "worn", base, rank=2)} if name == "adapter" else None
+    engine = vivace.load(base, kernels="torch", adapters=loras)
+    options = Options(method="plain", max_new_tokens=3, do_sample=False, **FURTHER[name])
+    request = engine.request("the quick brown fox", options)
+    session = engine.session([request], options)
+    session.admit(request)
+    follow(drained(session)[0], path_of(name))
