@@ -106,9 +106,10 @@ def load(
             recovery is worn.
         remember: whether ``auto`` begins with what earlier runs have measured here and keeps what it measures, in
             ``auto.json`` in the cache folder (``VIVACE_CACHE_DIR``).
-        parallel: under torchrun, how its processes share the work: "tensor" (each computes a part of every layer) or
-            "runahead" (each reads a piece of every prompt, and rank 0 decodes). Only on rank 0 this function returns;
-            the others follow it, and their processes end with it.
+        parallel: under torchrun, how its processes share the work: "tensor" (each computes a part of every layer),
+            "pipeline" (each computes some of the layers), "runahead" (each reads a piece of every prompt, and rank 0
+            decodes), or "auto" (as "runahead" does, or otherwise where that is sooner). Only on rank 0 this function
+            returns; the others follow it, and their processes end with it.
         wire: how they send the sums of "tensor", all but None lossy: None as they are, "bf16", "int8", or with a
             calibration (``vivace train lowbit``) "int4" or "lowbit"; "lowbit=DIR" names its folder.
         link_interface: network interface through which they talk, in the clear; None is the loopback interface.
