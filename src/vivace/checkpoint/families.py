@@ -34,7 +34,7 @@ class Family:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether its models read a source with an encoder before they write."""
+        """Return whether its models read a source with an encoder before they write."""
         return self.translate.__module__ == seq2seq_families.__name__
 
 

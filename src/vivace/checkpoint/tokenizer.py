@@ -37,12 +37,12 @@ class Tokenizer:
 
     @property
     def is_missing(self) -> bool:
-        """Whether the checkpoint has no tokenizer, so that only token ids go in and out."""
+        """Return whether the checkpoint has no tokenizer, so that only token ids go in and out."""
         return isinstance(self.inner, NoTokenizer)
 
     @property
     def has_template(self) -> bool:
-        """Whether there is a chat template."""
+        """Return whether there is a chat template."""
         return bool(self.inner.chat_template)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -159,7 +159,11 @@ class NoTokenizer:
     all_special_tokens: Sequence[str] = ()
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        """Refuse the text."""
+        """Refuse the text, since there is no tokenizer.
+
+        Raises:
+            UnsupportedError: always.
+        """
         raise UnsupportedError(NO_TOKENIZER)
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:

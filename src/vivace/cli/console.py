@@ -25,7 +25,7 @@ class _Notes(logging.Handler):
         self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show the sentence."""
+        """Show the message of a log record as a note."""
         self._show(record.getMessage())
 
 

@@ -30,7 +30,7 @@ class Backend(Protocol):
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether matrices that are stored in few bits stay so; otherwise they are decoded while they are read."""
+        """Return whether matrices stored in few bits stay so; otherwise they are decoded while they are read."""
 
     span: Span | None
     """Runs several layers in one call; None before ``finish`` and where layers only run one by one."""

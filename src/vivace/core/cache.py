@@ -37,7 +37,7 @@ Blocks = tuple[tuple[int, ...], ...]
 
 
 def specs_of(config: ModelConfig, *, is_int8: bool = False) -> list[LayerSpec]:
-    """What each layer of a model stores."""
+    """Return what each layer of a model stores."""
     sizes = config.num_kv_heads, config.head_dim, config.head_dim
     return [LayerSpec(*sizes, config.window(layer), is_int8) for layer in range(config.num_layers)]
 

@@ -41,7 +41,7 @@ class RopeConfig:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether a row's rotation depends on the length of its text, and not only on its position."""
+        """Return whether a row's rotation depends on the length of its text, and not only on its position."""
         return self.kind in ("dynamic", "longrope")
 
     def length_class(self, length: int) -> int:

@@ -52,12 +52,12 @@ class LowRankDeltas:
 
     @cached_property
     def carriers(self) -> tuple[int, ...]:
-        """``which`` as Python has it."""
+        """Return ``which`` as integers of Python, read from the tensor once."""
         return tuple(self.which.tolist())
 
     @cached_property
     def spans(self) -> tuple[tuple[int, slice | Tensor], ...]:
-        """(adapter, its rows), rows as a slice when they are neighbours."""
+        """Return each adapter that is used and its rows, as a slice where they are neighbours."""
         which = self.carriers
         spans: list[tuple[int, slice | Tensor]] = []
         for adapter in sorted(set(which) - {-1}):

@@ -361,7 +361,7 @@ class Decoder(nn.Module):
 
     @property
     def keeps_states(self) -> bool:
-        """Whether sources are kept as the encoder's states, once for all layers (``el_attention.py``)."""
+        """Return whether sources are kept as the encoder's states, once for all layers (``el_attention.py``)."""
         return any(isinstance(layer, Layer) and isinstance(layer.cross, ElAttention) for layer in self.layers[:1])
 
     @property

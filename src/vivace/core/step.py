@@ -245,12 +245,12 @@ class Step:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are, and everything that is computed for them."""
+        """Return the device of the rows and of everything that is computed for them."""
         return self.slot.device
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, T."""
+        """Return the number of rows, T."""
         return self.slot.shape[0]
 
     def take(self, rows: Tensor) -> Step:
@@ -471,7 +471,7 @@ class Step:
 
     @cached_property
     def biases(self) -> dict[object, Tensor]:
-        """What is added to scores in this call by distance, filled by the tables that have it."""
+        """Return a cache of what is added to scores by distance in this call; the tables of distances fill it."""
         return {}
 
     @cached_property

@@ -19,7 +19,7 @@ class Trained(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Return the device of the weights."""
         return next(self.parameters()).device
 
     def start_from(self, model: Decoder) -> None:

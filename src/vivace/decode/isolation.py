@@ -81,7 +81,7 @@ class SavedState:
         )
 
     def restore(self) -> None:
-        """Restore everything."""
+        """Set all states and random generators back to what they were."""
         for state, saved in self.states:
             state.restore(saved)
         for generator, numbers in self.numbers:

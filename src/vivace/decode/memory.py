@@ -73,18 +73,18 @@ class MemoryBudget:
 
     @property
     def held_bytes(self) -> int:
-        """Of weights and drafters."""
+        """Return the bytes that weights and drafters take."""
         with self._lock:
             return self._held.total()
 
     @property
     def room_bytes(self) -> int | None:
-        """What texts may have together; None where there is no limit."""
+        """Return how many bytes texts may have together; None where there is no limit."""
         return None if self.limit_bytes is None else max(0, self.limit_bytes - self.held_bytes)
 
     @property
     def free_bytes(self) -> int | None:
-        """What neither weights, drafters, texts nor kept prompts have now; None where there is no limit."""
+        """Return the bytes that neither weights, drafters, texts nor kept prompts have; None without a limit."""
         with self._lock:
             return None if self.limit_bytes is None else self.limit_bytes - self.held_bytes - self.taken_bytes
 
@@ -163,7 +163,7 @@ class MemoryBudget:
             )
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether so many bytes are free now, or would be without kept prompts."""
+        """Return whether so many bytes are free now, or would be without kept prompts."""
         return self._fits(num_bytes) or self._fits(num_bytes - self.evictable_bytes)
 
     def take(self, num_bytes: int) -> None:

@@ -17,10 +17,10 @@ class NoMemory:
     """None, because there is nothing to choose."""
 
     def extend(self, slots: Sequence[int], stops: Sequence[int]) -> None:
-        """There is no cache of its own."""
+        """Do nothing: there is no cache of its own that could grow."""
 
     def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """There is nothing to know."""
+        """Do nothing: nothing is remembered that could be copied."""
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Do nothing: there is no state."""
@@ -44,7 +44,7 @@ class OwnsNoCache:
 
     @property
     def leaves_all_entries(self) -> bool:
-        """Every row goes through every layer."""
+        """Return True: every row passes every layer."""
         return True
 
     def text_bytes(self, entries: int) -> int:
@@ -56,7 +56,7 @@ class Stateless(OwnsNoCache, NoMemory):
     """A drafter that remembers no sequence, so it is its own state in every session."""
 
     def open(self, cache: KVCache) -> Self:
-        """Return the drafter itself."""
+        """Return the drafter itself, which is its own state since it remembers no sequence."""
         return self
 
 
@@ -104,7 +104,7 @@ class NoDrafts(Stateless):
 
     @property
     def leaves_all_entries(self) -> bool:
-        """Whether rows go up like those of a prompt."""
+        """Return whether every row passes every layer, as those of a prompt do."""
         return isinstance(self.traversal, ForwardPass)
 
     def propose(self, context: Context) -> Draft | Decided:

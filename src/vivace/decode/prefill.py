@@ -165,7 +165,7 @@ class _Chunks(NoMemory):
         return pieces
 
     def plan_again(self, first: int, stop: int) -> Sequence[PromptPiece]:
-        """Rows, which they were when they were written."""
+        """Return pieces whose rows attend one by one, as they did when decoding wrote their entries."""
         places = [(at, min(at + self._chunk, stop)) for at in range(first, stop, self._chunk)]
         return [PromptPiece(*place, self._kind("rows", span), 0) for place in places for span in self._divided(*place)]
 
@@ -209,7 +209,7 @@ class _Chunks(NoMemory):
         return PrefillPass(draft if not start else replace(draft, hidden=None, entry_layer=0), passed, counts, passes)
 
     def release(self, slots: Sequence[int]) -> None:
-        """Forget chunks."""
+        """Forget chunks of these slots that have passed some of the layers."""
         for slot in slots:
             self._partly.pop(slot, None)
 

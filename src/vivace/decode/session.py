@@ -205,7 +205,7 @@ class Session:
             self._release(sequence)
 
     def drafting(self, drafter: Drafter) -> DraftState:
-        """What a drafter remembers here; kept from the first request that names it until none is left that does."""
+        """Return the state of a drafter, which is kept as long as a request of this session names the drafter."""
         if id(drafter) not in self._drafting:
             self._drafting[id(drafter)] = drafter, drafter.open(self.cache)
         return self._drafting[id(drafter)][1]

@@ -95,7 +95,7 @@ class Engine:
 
     @property
     def notes(self) -> list[str]:
-        """What is unusual about the checkpoint and may surprise, one line each; commands print them."""
+        """Return what is unusual about the checkpoint and may surprise, one line each; commands print them."""
         raw, size = read_config(self.folder), self.model.config.vocab_size
         found = [f"config.json: {key} = {raw.get(key)!r} is ignored, as you asked" for key in self.ignored_config_keys]
         if self.adapters.default is not None:

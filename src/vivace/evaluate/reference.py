@@ -83,7 +83,7 @@ class Departure:
 
     @property
     def is_error(self) -> bool:
-        """Whether the gap is larger than rounding explains."""
+        """Return whether the gap is larger than rounding explains."""
         return self.rounding is not None and self.gap > self.rounding
 
 
@@ -115,7 +115,7 @@ class Plainness:
 
     @property
     def is_far(self) -> bool:
-        """Whether logits are farther from the reference than rounding explains."""
+        """Return whether logits are farther from the reference than rounding explains."""
         if self.distance is None or self.usual_distance is None:
             return False
         return self.distance > FARTHER * self.usual_distance

@@ -42,7 +42,7 @@ class Sameness:
 
     @property
     def identical(self) -> bool:
-        """Whether every token of every answer is the same."""
+        """Return whether every token of every answer is the same."""
         return not self.differences
 
 

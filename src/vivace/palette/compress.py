@@ -63,7 +63,7 @@ class CompressConfig:
 
     @property
     def needs_text(self) -> str | None:
-        """Why text is needed, or None where rounding goes without."""
+        """Return why text is needed, or None where rounding goes without."""
         if self.bits is None:
             return "--bpw compares what bits are worth on a text"
         if self.method in ("fisher", "gptq") and self.bits != 8:
@@ -87,12 +87,12 @@ class WrittenFolder:
 
     @property
     def matrix_bits(self) -> float:
-        """Bits a weight of the matrices of the layers, codebooks and scales included."""
+        """Return the bits of a weight of the layers' matrices, codebooks and scales included."""
         return self.matrix_bytes * 8 / self.num_matrix_weights
 
     @property
     def all_bits(self) -> float:
-        """Bits a weight of everything."""
+        """Return the bits of a weight, averaged over all tensors of the file."""
         return self.num_bytes * 8 / self.num_weights
 
 

@@ -21,7 +21,7 @@ LEAST_ROWS = 8
 
 @dataclass(frozen=True)
 class Texts:
-    """Rows of tokens."""
+    """Rows of tokens for rounding, and others for measuring what it costs."""
 
     calibration: Sequence[TokenBatch]
     """What weights are rounded for."""

@@ -73,7 +73,7 @@ class Seen:
     ranges: dict[tuple[Point, int], FeatureRange] = field(default_factory=dict)
 
     def update(self, x: Tensor, point: Point, source: int) -> None:
-        """Take in rows."""
+        """Take in the rows (T, E) that a rank sends at a point, if that is one where sums are rounded."""
         if point[1] in SITES:
             self.ranges.setdefault((point, source), FeatureRange()).update(x)
 

@@ -34,7 +34,7 @@ class Wire(Protocol):
 
     @property
     def most_in_one_shot(self) -> int:
-        """With more ranks than these, many rows are added in two shots."""
+        """Return with how many ranks at most many rows are added in one shot; with more it takes two."""
         ...
 
     def encode(self, x: Tensor, point: Point, source: int | None) -> tuple[Tensor, ...]:

@@ -33,7 +33,7 @@ class SwitchedWire:
 
     @property
     def most_in_one_shot(self) -> int:
-        """As the form in use says."""
+        """Return with how many ranks at most the form in use adds many rows in one shot."""
         return self._form.most_in_one_shot
 
     @property
@@ -42,7 +42,7 @@ class SwitchedWire:
         return self.inner
 
     def encode(self, x: Tensor, point: Point, source: int | None) -> tuple[Tensor, ...]:
-        """Encode in the form in use."""
+        """Encode rows in the form in use."""
         return self._form.encode(x, point, source)
 
     def added(self, parts: Sequence[Sequence[Tensor]], point: Point, dtype: torch.dtype) -> Tensor:

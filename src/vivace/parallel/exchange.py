@@ -64,7 +64,7 @@ class ChainExchange:
     """Implements ``Exchange``: entries in front of a piece come from the rank before, and all go on to the next."""
 
     def __init__(self, world: World, cache: KVCache, slot: int, place: ChainPlace) -> None:
-        """Begin to receive."""
+        """Begin to receive, layer by layer, the entries in front of this rank's piece."""
         self._world = world
         self._cache = cache
         self._slot = slot
@@ -91,7 +91,7 @@ class GatherExchange:
     """Implements ``Exchange``: every rank sends its entries to all others and waits for theirs, in every layer."""
 
     def __init__(self, world: World, cache: KVCache, slot: int, place: ChainPlace, counts: Sequence[int]) -> None:
-        """Begin to receive."""
+        """Begin to receive, layer by layer, the entries of all other ranks' pieces, of ``counts`` tokens each."""
         self._world = world
         self._cache = cache
         self._slot = slot

@@ -29,7 +29,7 @@ class Follower:
         self._is_native = getattr(decoder.backend, "body", None) is not None
 
     def take(self, operation: int, numbers: list[int], rest: memoryview) -> None:
-        """Do what rank 0 does."""
+        """Repeat an operation of rank 0: run a pass, or change a cache."""
         operation -= self._offset
         if operation == passes.RUN:
             self._run(numbers, rest)

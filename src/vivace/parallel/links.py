@@ -274,7 +274,7 @@ class Links:
                 return
 
     def close(self) -> None:
-        """End all connections."""
+        """Close the connections to all ranks."""
         for link in self.of.values():
             link.close()
         if self.failure is None:

@@ -54,7 +54,7 @@ class PipelineParts(DenseParts):
         self._leader = leader
 
     def stateful(self) -> Sequence[Stateful]:
-        """Return the leader."""
+        """Return the leader, which tells the other ranks what sessions do; nothing on a rank that follows."""
         return () if self._leader is None else (self._leader,)
 
 

@@ -371,7 +371,7 @@ class Pruning(NoMemory):
         pending.add(self._spans[-1][0], reading.positions[-1:].cpu(), reading.hidden[-1:])
 
     def release(self, slots: Sequence[int]) -> None:
-        """Forget prompts."""
+        """Forget the prompts of these slots."""
         for slot in slots:
             self._readings.pop(slot, None)
 

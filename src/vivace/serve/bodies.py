@@ -274,7 +274,7 @@ class GenerationBody(Body):
 
     @property
     def is_bound(self) -> bool:
-        """Whether the whole answer has to fit a grammar."""
+        """Return whether the whole answer has to fit a grammar."""
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
@@ -347,17 +347,17 @@ class ChatBody(GenerationBody):
 
     @property
     def is_bound(self) -> bool:
-        """Whether the whole answer has to fit a grammar, calls of tools among them."""
+        """Return whether the whole answer has to fit a grammar, calls of tools among them."""
         return super().is_bound or bool(self.forced)
 
     @property
     def is_strict(self) -> bool:
-        """Whether calls that the model is free to make have to fit their schemas."""
+        """Return whether calls that the model is free to make have to fit their schemas."""
         return self.reads_calls and any(tool.function.strict for tool in self.tools)
 
     @property
     def reads_calls(self) -> bool:
-        """Whether the answer may hold calls."""
+        """Return whether the answer may hold calls."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property

@@ -7,7 +7,7 @@ from vivace.serve.worker import Worker
 
 
 def check_live(worker: Worker, stall_timeout_s: float) -> None:
-    """Whether answers are still being made, however many wait.
+    """Return whether answers are still being made, however many wait.
 
     Args:
         worker: whose thread makes them.

@@ -24,7 +24,7 @@ GIVES_WAY = 5
 
 
 def encode_apart(folder: Path, text: str, *, special: bool) -> list[int]:
-    """What the tokenizer of a checkpoint gives for a text.
+    """Return what the tokenizer of a checkpoint gives for a text.
 
     Args:
         folder: the checkpoint.

@@ -185,7 +185,7 @@ class RequestParser:
         return body.tokens
 
     def bindings(self, body: GenerationBody, owner: bytes) -> tuple[Bind, ...]:
-        """What binds the answers to grammars, each compiled once for all of them.
+        """Return what binds the answers to grammars, each compiled once for all of them.
 
         Args:
             body: the fields.

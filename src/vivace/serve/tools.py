@@ -58,7 +58,7 @@ class Tools:
         return form
 
     def bindings(self, body: ChatBody, owner: bytes) -> tuple[Bind, ...]:
-        """What binds the answers to what the body says about its tools, if anything does.
+        """Return what binds the answers to what the body says about its tools, if anything does.
 
         Args:
             body: of a request with tools.

@@ -242,7 +242,7 @@ class _SummedFile:
         """CRC-32 of the page that is being filled."""
 
     def write(self, piece: memoryview | bytes) -> None:
-        """Append bytes."""
+        """Append bytes to the file, and to the checksum of the page that they are in."""
         left = memoryview(piece)
         self._file.write(left)
         while len(left):

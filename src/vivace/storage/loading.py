@@ -78,12 +78,12 @@ class Storage:
 
     @property
     def is_checked(self) -> bool:
-        """Whether everything that is read while the model runs is compared with checksums."""
+        """Return whether everything that is read while the model runs is compared with checksums."""
         return self.store.page_sums is not None or not self.plan.streamed
 
     @property
     def facts(self) -> dict[str, object]:
-        """What was planned, and what was read so far by our counters and by the kernel's."""
+        """Return what was planned, and what was read so far by our counters and by the kernel's."""
         traffic = self.async_reader.traffic
         return {
             "budget_bytes": self.plan.budget_bytes,

@@ -54,7 +54,7 @@ def check_dtype(asked: str, found: torch.dtype) -> None:
 
 
 def torch_only(asked: str) -> KernelChoice:
-    """What runs weights that are read while they are used, and do not lie as native kernels read them.
+    """Return what runs weights that are read while they are used, and do not lie as native kernels read them.
 
     Raises:
         UnsupportedError: native kernels were asked for by name.

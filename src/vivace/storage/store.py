@@ -72,7 +72,7 @@ class Part:
 
     @property
     def is_tiled(self) -> bool:
-        """Whether the matrix lies as native kernels read it: in tiles, or quantized."""
+        """Return whether the matrix lies as native kernels read it: in tiles, or quantized."""
         return len(self.shape) == 4 or bool(self.weights)
 
     @property
@@ -149,7 +149,7 @@ class Store:
 
     @property
     def is_tiled(self) -> bool:
-        """Whether matrices lie in tiles, as native kernels read them."""
+        """Return whether matrices lie in tiles, as native kernels read them."""
         return any(part.is_tiled for bundle in self.bundles.values() for part in bundle.parts)
 
     def __getitem__(self, name: str) -> Bundle:

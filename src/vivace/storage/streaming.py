@@ -178,7 +178,7 @@ class StreamedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(part.shape[0])) if bias else None
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """(T, in) -> (T, out)."""
+        """Compute the projection, (T, in) -> (T, out)."""
         if torch.is_grad_enabled() and x.requires_grad:
             y: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
         else:
@@ -224,7 +224,7 @@ class StreamedTiles(nn.Module):
         return Matrix(weight, self.bias, self.in_width, num_tiles(weight) * LANES)
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """(T, in) -> (T, out)."""
+        """Compute the projection, (T, in) -> (T, out)."""
         refuse_gradients(x)
         return self.body.linear(self.matrix, x, add)
 
@@ -246,7 +246,7 @@ class HeldTiles(nn.Module):
         return Matrix(self.weight, self.bias, self.weight.in_width, self.weight.out_width)
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """(T, in) -> (T, out)."""
+        """Compute the projection, (T, in) -> (T, out)."""
         refuse_gradients(x)
         return self.body.linear(self.matrix, x, add)
 

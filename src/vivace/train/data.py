@@ -56,7 +56,7 @@ class TokenBatch:
 
     @property
     def weight(self) -> int:
-        """Number of scored tokens."""
+        """Return the number of scored tokens."""
         return int(self.scored.sum())
 
     @property

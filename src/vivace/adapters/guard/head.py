@@ -27,7 +27,7 @@ KIND = "guard"
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What a head finds."""
+    """The categories that a head finds, and in which texts."""
 
     categories: tuple[str, ...]
     """Names, in the order of the rows of its weights."""
@@ -105,7 +105,7 @@ class Features:
         return self._count
 
     def copy(self) -> Features:
-        """Return the same, to go on by itself."""
+        """Return features that begin as these and grow apart from them."""
         other = Features(len(self._sum))
         other._sum, other._count, other._last = self._sum, self._count, self._last
         return other

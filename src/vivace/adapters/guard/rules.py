@@ -107,7 +107,7 @@ class Rule:
 
     @property
     def check(self) -> Callable[[str], bool] | None:
-        """What a match has to pass besides: the check digits of numbers."""
+        """Return what checks the digits of a match, for kinds of numbers that have check digits; None for others."""
         return {"card": is_card, "iban": is_iban}.get(self.kind)
 
 

@@ -127,14 +127,14 @@ class _Cursor:
         return name, find_type(code, f"{self._path}: tensor {name}"), sizes[::-1], offset
 
     def _take(self, letters: str) -> tuple[Any, ...]:
-        """Return the next numbers."""
+        """Return the next numbers of the file, whose types ``letters`` has as ``struct`` writes them."""
         size = struct.calcsize(f"<{letters}")
         self._require(size)
         self._at += size
         return struct.unpack_from(f"<{letters}", self._data, self._at - size)
 
     def _text(self) -> str:
-        """Return the next string."""
+        """Return the next string: its length, then its bytes in UTF-8."""
         (length,) = self._take("Q")
         self._require(length)
         self._at += length

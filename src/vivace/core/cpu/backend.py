@@ -84,7 +84,7 @@ class CpuBackend:
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether matrices that are stored in few bits stay so: they are to be as stored, in bfloat16 products."""
+        """Return whether matrices stored in few bits stay so: they are to be as stored, in bfloat16 products."""
         return self.weights == "bf16" and self.body is not None and self.body.dtype == torch.bfloat16
 
     def check(self, decoder: Decoder) -> None:
@@ -289,7 +289,7 @@ def backend_of(
     is_required: bool,
     screens_head: bool | None = None,
 ) -> CpuBackend | None:
-    """What runs a decoder whose weights are read in this precision; None is PyTorch on the modules as they are.
+    """Return what runs a decoder whose weights are read in this precision; None is PyTorch on the modules as they are.
 
     Native kernels compute in bfloat16, and in float32 where weights are not quantized. A decoder of another precision
     is left to PyTorch, unless the kernels were asked for by name: the backend then refuses it.

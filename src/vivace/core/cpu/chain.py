@@ -76,7 +76,7 @@ class _Guessing:
 
     @property
     def address(self) -> int | None:
-        """Address of the ids."""
+        """Return the address of the ids for native code; None stands for the whole vocabulary."""
         return None if self.ids is None else self.ids.data_ptr()
 
 

@@ -191,7 +191,7 @@ class DraftModelState(NoMemory):
         return self.cache.saved(), dict(self._unverified)
 
     def restore(self, saved: object) -> None:
-        """Restore it."""
+        """Set the draft model's cache and the unverified guesses back to ``saved``."""
         assert isinstance(saved, tuple)
         self.cache.restore(saved[0])
         self._unverified = saved[1]

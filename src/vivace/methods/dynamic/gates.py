@@ -75,7 +75,7 @@ class GatesConfig:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Return N_1 .. N_J."""
+        """Return the exit layers N_1 .. N_J."""
         return tuple(gate.layer for gate in self.gates)
 
     def interval(self, gate: int) -> tuple[int, int]:

@@ -107,11 +107,11 @@ class Trails:
 
     @property
     def num_positions(self) -> int:
-        """Return n."""
+        """Return the number of positions, n."""
         return len(self.agrees)
 
     def take(self, rows: Tensor) -> Trails:
-        """Return some of the positions."""
+        """Return the trails of some of the positions, those of ``rows``."""
         return Trails(tuple(s[rows] for s in self.states), tuple(p[rows] for p in self.exit_hidden), self.agrees[rows])
 
     @staticmethod

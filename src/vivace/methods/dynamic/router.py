@@ -135,7 +135,7 @@ class SoftmaxGap(Router):
         return first - second
 
     def score(self, gate: int, trail: Tensor, exit_logits: ExitLogits) -> Tensor:
-        """Return the gap itself."""
+        """Return the gap, which is compared with thresholds as it is."""
         return self.forward(gate, trail, exit_logits)
 
 
@@ -147,7 +147,7 @@ class Saturation(Router):
         return F.cosine_similarity(trail[:, -1].float(), trail[:, -2].float(), dim=-1)
 
     def score(self, gate: int, trail: Tensor, exit_logits: ExitLogits) -> Tensor:
-        """Return the cosine itself."""
+        """Return the cosine, which is compared with thresholds as it is."""
         return self.forward(gate, trail, exit_logits)
 
 

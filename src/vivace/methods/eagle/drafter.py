@@ -242,7 +242,7 @@ class EagleState(Forgetful):
         return super().saved(), self.cache.saved()
 
     def restore(self, saved: object) -> None:
-        """Restore both."""
+        """Set features and the drafter's own cache back to ``saved``."""
         assert isinstance(saved, tuple)
         super().restore(saved[0])
         self.cache.restore(saved[1])

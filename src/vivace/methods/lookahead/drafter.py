@@ -193,7 +193,7 @@ class LookaheadState(Forgetful):
         }
 
     def restore(self, saved: object) -> None:
-        """Look through those windows again."""
+        """Set the windows back to ``saved``."""
         assert isinstance(saved, dict)
         self._memory = saved
 

@@ -50,7 +50,7 @@ class Counts:
 
     @property
     def uses(self) -> int:
-        """Chosen experts in all."""
+        """Return how many experts routers have chosen in all."""
         return self.hits + self.prefetched + self.late + self.misses
 
 
@@ -99,7 +99,7 @@ class ExpertCache:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is being read, and nothing that is predicted could be."""
+        """Return whether nothing is being read, and nothing that is predicted could be."""
         self._collect(waits=False)
         self._begin_prefetches()
         return not len(self.fetches)

@@ -19,7 +19,7 @@ class PrefetchQueue:
         """The last prediction for each layer."""
 
     def __bool__(self) -> bool:
-        """Whether an expert is waiting."""
+        """Return whether an expert is waiting."""
         return bool(self._urgency)
 
     def replace(self, layer: int, likely: Sequence[int]) -> list[Key]:

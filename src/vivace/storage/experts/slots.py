@@ -49,7 +49,7 @@ class Slot:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the expert can run."""
+        """Return whether the expert can run."""
         return self.key is not None and self.read is None and self.error is None
 
 
@@ -147,7 +147,7 @@ class ExpertSlots:
         return self._any_unused() if due is None else None
 
     def _has_changed(self, slot: Slot, key: Key) -> bool:
-        """Whether the expert may be used sooner than was predicted when candidates were sorted."""
+        """Return whether the expert may be used sooner than was predicted when candidates were sorted."""
         return slot.used >= self._sorted_at or key in self._predicted
 
     def _sort(self, clock: int) -> None:

@@ -77,7 +77,7 @@ class StoredExperts:
 
     @property
     def keys(self) -> Iterable[Key]:
-        """All experts."""
+        """Return the keys of all experts of the store."""
         return self._bundles
 
     def offset(self, key: Key) -> int:

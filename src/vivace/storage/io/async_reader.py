@@ -70,7 +70,7 @@ class PendingRead:
         return self.error
 
     def end(self, error: Exception | None) -> None:
-        """Mark the batch as over."""
+        """Mark the batch as over; ``error`` says why it failed, None that all was read."""
         self.is_over, self.error = True, error
 
 

@@ -50,7 +50,7 @@ class NeuronFeedForward(nn.Module):
         self.down = NeuronBias(config.width, bias=config.ffn_bias)
 
     def forward(self, x: Tensor, step: Step, add: Tensor | None = None) -> Tensor:
-        """(T, E) -> (T, E).
+        """Compute the feed-forward of the neurons that are predicted to be active, (T, E) -> (T, E).
 
         Raises:
             UnsupportedError: the call adds low-rank deltas inside the feed-forward, or needs gradients.

@@ -269,7 +269,7 @@ class NeuronState:
         return None
 
     def restore(self, saved: object) -> None:
-        """Do nothing."""
+        """Do nothing: the windows are those of all sequences."""
 
 
 class NeuronBlocks:

@@ -57,12 +57,12 @@ class BlockHeader:
 
     @property
     def key(self) -> bytes:
-        """Its tokens, eight bytes each."""
+        """Return the block's tokens, eight bytes each, by which it is found."""
         return array("q", self.tokens).tobytes()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the residuals."""
+        """Return the dtype of the residuals."""
         found = getattr(torch, self.hidden_dtype)
         assert isinstance(found, torch.dtype)
         return found

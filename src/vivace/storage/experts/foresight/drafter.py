@@ -47,7 +47,7 @@ class ForesightState(Forgetful):
     """Implements ``DraftState``: keeps the last residual of each slot, from which the forecast begins."""
 
     def __init__(self, inner: ForesightForwardPass) -> None:
-        """Run passes by ``inner``."""
+        """Begin without sequences; ``inner`` runs the passes and predicts."""
         self._inner = inner
         self.traversal: Traversal = self
         self._ends: dict[int, Tensor] = {}
