@@ -9,8 +9,8 @@ a parameter has changed in any way. Other modules run on PyTorch, over their own
 Everything that ``generate`` prepares is used: logits processors are applied at every drafted position,
 stopping criteria after every token, and left padding is removed and put back. With ``num_beams`` the rows that
 ``generate`` has repeated for each beam are taken once. What is not supported (sampling with beams, attentions, the
-scores of single steps) is refused. ``transformers`` does not pass its ``streamer`` to a custom function, so
-tokens cannot be streamed this way; use ``vivace.load(...).stream`` for that.
+scores of single steps) is refused. ``generate`` does not pass its ``streamer`` to a custom function; one for a single
+row is given as ``stream`` instead.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from vivace.core.footprint import held_bytes
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.decode.beams import BeamPlan
+from vivace.decode.prefill import Prefill
 from vivace.decode.request import Emitted, Request, StopRule
 from vivace.decode.session import Session
 from vivace.decode.stats import DecodeStats
@@ -120,59 +121,92 @@ def custom_generate(
     """
     beams = _beams(generation_config)
     _refuse(generation_config, beams)
-    if beams is not None or _has_encoder(model):
-        if method not in ("auto", "plain"):
-            what = "there are beams" if beams is not None else "the model has an encoder"
-            raise UnsupportedError(
-                f"method {method} drafts for one text of a decoder, and {what}; leave out one of them"
-            )
-        method = "plain"
-    width = 1 if beams is None else beams.num_beams
-    input_ids = input_ids[::width]
-    sources = _sources(model_kwargs, width) if _has_encoder(model) else [None] * len(input_ids)
-    if stream is not None and len(input_ids) > 1:
-        raise UnsupportedError(f"stream takes the tokens of one row, and there are {len(input_ids)}; leave it out")
+    method = _method(model, method, beams)
+    batch = _Batch.of(model, input_ids, 1 if beams is None else beams.num_beams, model_kwargs)
+    if stream is not None and len(batch.input_ids) > 1:
+        count = len(batch.input_ids)
+        raise UnsupportedError(f"stream takes the tokens of one row, and there are {count}; leave it out")
     methods = _methods(model, adapter, kernels)
-    mask = None if sources[0] is not None else model_kwargs.get("attention_mask")
-    padding = [0 if mask is None else int((mask[place * width] == 0).sum()) for place in range(len(input_ids))]
-    seeds = torch.randint(0, 2**31, (len(input_ids),)).tolist()
     criteria = _Criteria.of(stopping_criteria)
-    reading = Reading(prefill, keep, min_prompt, decode_keep)
-    prefills = [
-        _KNOWN[model].prefills.of(reading, len(ids) - padded) for ids, padded in zip(input_ids, padding, strict=True)
-    ]
-    if beams is not None and any(each.drafter for each, _ in prefills):
-        raise UnsupportedError("decode_keep prunes for one text, and there are beams; leave out one of them")
-    if prefill != "full":
-        check_method(method, prefill, is_alone=any(each.drafter for each, _ in prefills))
+    prefills = _prefills(model, Reading(prefill, keep, min_prompt, decode_keep), batch, method, beams)
+    seeds = torch.randint(0, 2**31, (len(batch.input_ids),)).tolist()
     requests = [
         Request(
             tokens=tuple(ids[padded:].tolist()),
             max_new_tokens=min(generation_config.max_length, criteria.max_length) - len(ids),
-            drafter=prefills[row][0].drafter or methods.drafter(method),
-            prefill=prefills[row][0],
-            prefill_reason=prefills[row][1],
+            drafter=way.drafter or methods.drafter(method),
+            prefill=way,
+            prefill_reason=reason,
             sampling=Sampling(do_sample=bool(generation_config.do_sample)),
             stop=StopRule(end_tokens=criteria.end_tokens, criterion=criteria.criterion(ids)),
             seed=seeds[row],
-            processors=tuple(_of_row(processor, row * width, ids[:padded]) for processor in logits_processor),
+            processors=tuple(_of_row(processor, row * batch.width, ids[:padded]) for processor in logits_processor),
             beams=beams,
-            source=sources[row],
+            source=batch.sources[row],
         )
-        for row, (ids, padded) in enumerate(zip(input_ids, padding, strict=True))
+        for row, (ids, padded, (way, reason)) in enumerate(zip(batch.input_ids, batch.padding, prefills, strict=True))
     ]
     if stream is not None:
-        stream.put(input_ids.cpu())
+        stream.put(batch.input_ids.cpu())
     new, last = _decode(methods.model, requests, stream)
     if stream is not None:
         stream.end()
     stats = [one.stats for one in last]
     if beams is None:
-        return _output(input_ids, new, stats, generation_config, has_encoder=_has_encoder(model))
+        return _output(batch.input_ids, new, stats, generation_config, has_encoder=_has_encoder(model))
     found = [one for each in last for one in each.hypotheses]
-    repeated = input_ids.repeat_interleave(beams.num_return_sequences, 0)
+    repeated = batch.input_ids.repeat_interleave(beams.num_return_sequences, 0)
     texts, scores = [list(one.tokens) for one in found], [one.score for one in found]
     return _output(repeated, texts, stats, generation_config, scores, has_encoder=_has_encoder(model))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What ``generate`` has prepared, without the copies of each row that it makes for beams."""
+
+    input_ids: Tensor
+    """(B, T), padded on the left."""
+    width: int
+    """Number of rows that ``generate`` has made of each."""
+    padding: Sequence[int]
+    """Number of padding tokens of each row."""
+    sources: Sequence[Tensor | None]
+    """Of each row, what the encoder has made of its source, where there is an encoder."""
+
+    @staticmethod
+    def of(model: Any, input_ids: Tensor, width: int, prepared: dict[str, Any]) -> _Batch:
+        """Take every ``width``-th row; ``prepared`` has the attention mask and the encoder's output."""
+        rows = input_ids[::width]
+        if _has_encoder(model):
+            return _Batch(rows, width, [0] * len(rows), _sources(prepared, width))
+        mask = prepared.get("attention_mask")
+        padding = [0 if mask is None else int((mask[place * width] == 0).sum()) for place in range(len(rows))]
+        return _Batch(rows, width, padding, [None] * len(rows))
+
+
+def _method(model: Any, asked: str, beams: BeamPlan | None) -> str:
+    """Return the method asked for; beams and texts behind an encoder are decoded plainly, and others are refused."""
+    if beams is None and not _has_encoder(model):
+        return asked
+    if asked not in ("auto", "plain"):
+        what = "there are beams" if beams is not None else "the model has an encoder"
+        raise UnsupportedError(f"method {asked} drafts for one text of a decoder, and {what}; leave out one of them")
+    return "plain"
+
+
+def _prefills(
+    model: Any, reading: Reading, batch: _Batch, method: str, beams: BeamPlan | None
+) -> list[tuple[Prefill, str | None]]:
+    """Return for each row how its prompt is read, and why so where there was a choice."""
+    choice = _KNOWN[model].prefills
+    lengths = [len(ids) - padded for ids, padded in zip(batch.input_ids, batch.padding, strict=True)]
+    found = [choice.of(reading, length) for length in lengths]
+    is_pruned_for_one = any(way.drafter for way, _ in found)
+    if beams is not None and is_pruned_for_one:
+        raise UnsupportedError("decode_keep prunes for one text, and there are beams; leave out one of them")
+    if reading.name != "full":
+        check_method(method, reading.name, is_alone=is_pruned_for_one)
+    return found
 
 
 def _has_encoder(model: Any) -> bool:

@@ -21,8 +21,9 @@ from vivace.checkpoint.load import check_has_no_encoder, read_config
 from vivace.checkpoint.tokenizer import Tokenizer, forced_first
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
-from vivace.core.seams import Prefix
+from vivace.core.seams import Drafter, Prefix
 from vivace.core.step import Step
+from vivace.decode.prefill import Prefill
 from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Lead, Request, StopRule
 from vivace.decode.session import Session
@@ -95,7 +96,7 @@ class Engine:
 
     @property
     def notes(self) -> list[str]:
-        """Return what is unusual about the checkpoint and may surprise, one line each; commands print them."""
+        """What is unusual about the checkpoint and may surprise, one line each; commands print them."""
         raw, size = read_config(self.folder), self.model.config.vocab_size
         found = [f"config.json: {key} = {raw.get(key)!r} is ignored, as you asked" for key in self.ignored_config_keys]
         if self.adapters.default is not None:
@@ -269,42 +270,20 @@ class Engine:
         than ``max_new_tokens`` where a soft prompt takes the room, as it may where there is no such limit.
         """
         given = tuple(prompt_tokens)
-        if not given:
-            raise ConfigError("the prompt is empty; give at least one character")
-        size = self.model.config.vocab_size
-        self.tokenizer.check_ids(given, size)
-        if self.model.encoder is None and options.forced_bos_token_id is not None:
-            raise ConfigError("forced_bos_token_id is for encoder-decoder models; let the prompt end with that token")
+        self._check_prompt(given, options)
         source, tokens = (None, given) if self.model.encoder is None else (given, (options.start(self.defaults),))
         context = self.model.config.max_positions
         if len(tokens) >= context:
             raise CapacityError(f"the prompt has {len(tokens)} tokens; the context of this model holds {context}")
-        limit, stops = (
-            options.limit(self.defaults, self.model.config.room(len(tokens)), len(tokens)),
-            self.stop_strings(options),
-        )
-        if stops and self.tokenizer.is_missing:
-            raise UnsupportedError("this checkpoint has no tokenizer, so a text cannot end it; leave out stop_strings")
-        beams, least = options.beams(self.defaults), options.least(self.defaults, limit, len(tokens))
-        stop = StopRule(
-            end_tokens=frozenset(() if options.ignore_eos else self.tokenizer.eos_ids),
-            stop_strings=stops,
-            detokenize=self.tokenizer.decode if stops else None,
-            min_new_tokens=least,
-        )
-        method = options.method if beams is None and source is None else "plain"
-        methods = self.methods_of(None if options.adapter is None else options.one_adapter)
-        prefill, reason = self.prefills.of(options.reading, len(tokens))
-        if options.prefill != "full":
-            check_method(options.method, options.prefill, is_alone=prefill.drafter is not None)
-        if not prefill.is_exact and self.prompt_cache is not None:
-            self.prompt_cache.tell_pruned(prefill.name)
+        limit = options.limit(self.defaults, self.model.config.room(len(tokens)), len(tokens))
+        beams = options.beams(self.defaults)
+        prefill, reason = self._prefill(options, len(tokens))
         request = Request(
             tokens=tokens,
             max_new_tokens=limit,
-            drafter=prefill.drafter or methods.drafter(method, options.num_draft_tokens, options.quality),
+            drafter=prefill.drafter or self._drafter(options, is_plain=beams is not None or source is not None),
             sampling=self.sampling(options),
-            stop=stop,
+            stop=self._stop_rule(options, options.least(self.defaults, limit, len(tokens))),
             seed=options.seed,
             logprobs=options.logprobs,
             prefill=prefill,
@@ -312,26 +291,69 @@ class Engine:
             beams=beams,
             source=source,
             barred=tuple(word[0] for word in self.defaults.get("bad_words_ids", ())),
-            forced_first=forced_first(options.forced_bos_token_id, self.defaults, self.tokenizer, size)
-            if len(tokens) == 1
-            else None,
+            forced_first=self._forced_first(options) if len(tokens) == 1 else None,
             forced_last=self.defaults.get("forced_eos_token_id"),
             adapter=self.adapters.worn(None if options.adapter is None else options.one_adapter),
             prefix=self.prefix(self.prefix_cache),
         )
-        if self.prompt_pool is not None:
-            request = behind(request, self.prompt_pool, options.soft_prompt)
-            request = replace(request, prefix=self.prefix(self.prefix_cache, lead=request.lead))
-            if is_open or options.max_new_tokens is None:
-                room = max(1, context - len(tokens) - request.num_leading)
-                request = replace(request, max_new_tokens=min(request.max_new_tokens, room))
-        elif options.soft_prompt != AUTO:
-            raise ConfigError(f"soft_prompt is {options.soft_prompt!r}, and there is no pool; give prompt_pool")
+        request = self._behind_soft_prompt(request, options, is_open=is_open)
         if self.guard is not None:
             request = guarded(request, self.guard)
         request.check_fits(context)
         request.check_rotation(self.model.config)
         request.check_source(self.model.config)
+        return request
+
+    def _check_prompt(self, tokens: Sequence[int], options: Options) -> None:
+        """Refuse a prompt without tokens or with foreign ones, and options that this model cannot follow."""
+        if not tokens:
+            raise ConfigError("the prompt is empty; give at least one character")
+        self.tokenizer.check_ids(tokens, self.model.config.vocab_size)
+        if self.model.encoder is None and options.forced_bos_token_id is not None:
+            raise ConfigError("forced_bos_token_id is for encoder-decoder models; let the prompt end with that token")
+
+    def _stop_rule(self, options: Options, least: int) -> StopRule:
+        """Return what ends an answer; ``least`` is its shortest length in tokens."""
+        stops = self.stop_strings(options)
+        if stops and self.tokenizer.is_missing:
+            raise UnsupportedError("this checkpoint has no tokenizer, so a text cannot end it; leave out stop_strings")
+        return StopRule(
+            end_tokens=frozenset(() if options.ignore_eos else self.tokenizer.eos_ids),
+            stop_strings=stops,
+            detokenize=self.tokenizer.decode if stops else None,
+            min_new_tokens=least,
+        )
+
+    def _drafter(self, options: Options, *, is_plain: bool) -> Drafter:
+        """Return the drafter of the method asked for, or of plain decoding, trained for the LoRA that is worn."""
+        methods = self.methods_of(None if options.adapter is None else options.one_adapter)
+        return methods.drafter("plain" if is_plain else options.method, options.num_draft_tokens, options.quality)
+
+    def _prefill(self, options: Options, num_tokens: int) -> tuple[Prefill, str | None]:
+        """Return how a prompt of so many tokens is read, and why so where there was a choice."""
+        prefill, reason = self.prefills.of(options.reading, num_tokens)
+        if options.prefill != "full":
+            check_method(options.method, options.prefill, is_alone=prefill.drafter is not None)
+        if not prefill.is_exact and self.prompt_cache is not None:
+            self.prompt_cache.tell_pruned(prefill.name)
+        return prefill, reason
+
+    def _forced_first(self, options: Options) -> int | None:
+        """Return the token with which an answer has to begin, of the options or else of the checkpoint."""
+        asked, size = options.forced_bos_token_id, self.model.config.vocab_size
+        return forced_first(asked, self.defaults, self.tokenizer, size)
+
+    def _behind_soft_prompt(self, request: Request, options: Options, *, is_open: bool) -> Request:
+        """Put a request behind the soft prompt that it gets of the pool, where there is one."""
+        if self.prompt_pool is None:
+            if options.soft_prompt != AUTO:
+                raise ConfigError(f"soft_prompt is {options.soft_prompt!r}, and there is no pool; give prompt_pool")
+            return request
+        request = behind(request, self.prompt_pool, options.soft_prompt)
+        request = replace(request, prefix=self.prefix(self.prefix_cache, lead=request.lead))
+        if is_open or options.max_new_tokens is None:
+            room = max(1, self.model.config.max_positions - len(request.tokens) - request.num_leading)
+            request = replace(request, max_new_tokens=min(request.max_new_tokens, room))
         return request
 
     def session(self, requests: Sequence[Request], options: Options) -> Session:
