@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vivace.files import replacing, write_text
+from vivace.files import replacing, whole_lines, write_text
 
 
 def test_a_finished_block_replaces_the_file(tmp_path: Path) -> None:
@@ -26,3 +26,13 @@ def test_a_failed_block_leaves_what_was_there_and_nothing_else(tmp_path: Path) -
         fail()
     assert (tmp_path / "a.txt").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [(b"", ""), (b"a", ""), (b"a\n", "a\n"), (b"a\nb", "a\n"), ("é\né".encode()[:-1], "é\n"), (b"a\n\n", "a\n\n")],
+)
+def test_a_line_without_an_end_is_left_out(tmp_path: Path, data: bytes, text: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(data)
+    assert whole_lines(path) == text

@@ -52,6 +52,19 @@ def write_text(path: str | Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def whole_lines(path: str | Path) -> str:
+    """Return the text of a file up to its last end of a line.
+
+    What follows was written by a process that was killed, or that is still writing, and may end within a character.
+
+    Raises:
+        OSError: the file cannot be read.
+        UnicodeDecodeError: it is not text.
+    """
+    data = Path(path).read_bytes()
+    return data[: data.rfind(b"\n") + 1].decode("utf-8")
+
+
 def cache_folder() -> Path:
     """Return the folder for files that can be made again: ``VIVACE_CACHE_DIR``, or ``vivace`` in the user's cache."""
     own = os.environ.get("VIVACE_CACHE_DIR")

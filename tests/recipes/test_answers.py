@@ -36,12 +36,12 @@ def engine(checkpoint: Path) -> Engine:
 
 
 def write(path: Path, checkpoint: Path, count: int = 40) -> Path:
-    """Write answers of which every third was cut, and the beginning of one more."""
+    """Write answers of which every third was cut, and the beginning of one more, which ends within a character."""
     lines = []
     for number, row in enumerate(WORDS[:count]):
         known = {"model": base_hash(checkpoint)[:16], "tokens": 3, "draw": number, "ended": number % 3 > 0}
         lines.append(json.dumps({"prompt": row.request, "reference": row.references[0], **known, "elapsed_s": 1.0}))
-    path.write_text("\n".join([*lines, '{"prompt": "cut o']), encoding="utf-8")
+    path.write_bytes("\n".join([*lines, '{"prompt": "cut ö']).encode()[:-1])
     return path
 
 

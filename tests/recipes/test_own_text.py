@@ -78,7 +78,7 @@ def test_answers_are_the_models_own_to_prompts_that_are_new(engine: Engine, tmp_
 def test_a_killed_run_goes_on_behind_its_last_answer(engine: Engine, tmp_path: Path) -> None:
     path, notes = tmp_path / "own.jsonl", list[str]()
     first = own_text(engine, path, Budget(300), 64, [], notes.append)
-    path.write_text(path.read_text(encoding="utf-8") + '{"prompt": "cut o', encoding="utf-8")
+    path.write_bytes(path.read_bytes() + '{"prompt": "cut ö'.encode()[:-1])  # within a character
     more = own_text(engine, path, Budget(900), 64, [], notes.append)
     assert more[: len(first)] == first
     assert len({prompt for prompt, _ in more}) == len(more) > len(first)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vivace.errors import ConfigError, CorruptError
+from vivace.files import whole_lines
 
 
 class Journal:
@@ -38,10 +39,9 @@ class Journal:
 
     def _read(self, first: str) -> int:
         """Read the rows that are whole, and return how many bytes they have."""
-        data = self.path.read_bytes()
-        kept = data.rfind(b"\n") + 1
         try:
-            rows = [json.loads(row) for row in data[:kept].decode("utf-8").splitlines()]
+            text = whole_lines(self.path)
+            rows = [json.loads(row) for row in text.splitlines()]
             if rows and rows[0] != json.loads(first):
                 raise ConfigError(
                     f"{self.path} was begun with other settings, or by another model; repeat them, or delete it to "
@@ -50,7 +50,7 @@ class Journal:
             self._rows = {row["line"]: (row["prompt"], row["answer"]) for row in rows[1:]}
         except (ValueError, TypeError, KeyError) as error:
             raise CorruptError(f"{self.path} is no journal of vivace batch; delete it to begin again") from error
-        return kept
+        return len(text.encode())
 
     def _append(self, row: str) -> None:
         self._file.write(row.encode() + b"\n")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError
+from vivace.files import whole_lines
 from vivace.recipes.reading import override
 from vivace.train.data import Unended, read_prompt
 from vivace.train.variation import Pair
@@ -81,11 +82,10 @@ def read_answers(path: Path, base: str) -> AnswersFile:
         MismatchError: the answers are another model's.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        whole = whole_lines(path)
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "it is not text"
         raise NotFoundError(f"cannot read the answers {path}: {reason}") from exc
-    whole = text[: text.rfind("\n") + 1]
     rows = [_row(line, f"{path}, line {number}") for number, line in enumerate(whole.split("\n")[:-1], 1)]
     if not rows:
         raise ConfigError(f"{path} has no answers to learn from")

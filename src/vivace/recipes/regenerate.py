@@ -12,7 +12,7 @@ import torch
 
 from vivace.engine import Engine, load
 from vivace.errors import CorruptError
-from vivace.files import write_text
+from vivace.files import whole_lines, write_text
 from vivace.kernels.choice import choose
 from vivace.methods.composition import Methods
 from vivace.train.variation import Pair
@@ -88,16 +88,15 @@ def complete_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        write_text(path, whole)
     try:
+        whole = whole_lines(path)
         rows = [json.loads(line) for line in whole.split("\n")[:-1]]
-    except json.JSONDecodeError as exc:
+    except ValueError as exc:
         raise CorruptError(f"{path} is not a file of JSON lines: {exc}; delete it to begin again") from exc
     if strange := next(
         (row for row in rows if not isinstance(row, dict) or not {"prompt", "messages"} & row.keys()), None
     ):
         raise CorruptError(f"{path} has a line that is no answer: {str(strange)[:60]}; delete it to begin again")
+    if len(whole.encode()) != path.stat().st_size:
+        write_text(path, whole)
     return rows
