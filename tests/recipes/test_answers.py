@@ -86,10 +86,8 @@ def test_a_killed_run_goes_on_with_the_same_rows_only(checkpoint: Path, engine: 
     train_beside(ANSWERED, engine, [], out, Lines(notes.append), answers=copied, is_timed=False)
     assert any("resumed after step 8" in note for note in notes)
     assert (out / "adapter_model.safetensors").read_bytes() == first
-    text = path.read_text(encoding="utf-8")
-    path.write_text(
-        text.replace(WORDS[0].references[0], "other"), encoding="utf-8"
-    )  # as many rows, one of them another
+    # as many rows, one of them another
+    path.write_bytes(path.read_bytes().replace(WORDS[0].references[0].encode(), b"other"))
     with pytest.raises(MismatchError, match="another recipe, base or data"):
         train_beside(ANSWERED, engine, [], out, QUIET, answers=read_answers(path, base), is_timed=False)
     with pytest.raises(MismatchError, match=r"began with other text .* --answers as then"):
