@@ -188,7 +188,7 @@ def dry_run(recipe: FrozenRecipe, engine: Engine, text: TextToLearn, device: tor
     if (reason := recipe.why_not(model)) is not None:
         raise UnsupportedError(reason)
     recipe = recipe.without_search(model.config)
-    context = _Imagined(recipe, engine, [], [], [], Lines(lambda text: None))
+    context = _Imagined(recipe, engine, [], [], [], Lines(lambda text: None), Path())
     with torch.device("meta") if model.device.type == "meta" else nullcontext():
         trainable = recipe.begin(context)
     return _Estimate(context, trainable, text, device).made()

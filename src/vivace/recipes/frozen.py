@@ -205,6 +205,8 @@ class TrainContext:
     calibration: Sequence[Pair]
     """Rows that the loop is not trained on, ``FrozenRecipe.num_calibration`` of them."""
     report: Report
+    folder: Path
+    """Folder of the run's snapshots, for those of trainings that ``begin`` makes before it."""
     answers: AnswersFile | None = None
     """The file that all rows come from; None where they are the data's, or the base's own text of this run."""
 
@@ -243,7 +245,8 @@ class TrainContext:
             raise ConfigError(
                 f"{len(pairs)} rows leave nothing to train on with held_back {last}{calibrating}; lower them"
             )
-        return TrainContext(recipe, engine, pairs[first:], pairs[:last], pairs[last:first], report, answers)
+        parts = pairs[first:], pairs[:last], pairs[last:first]
+        return TrainContext(recipe, engine, *parts, report, out / "run", answers)
 
     def timed(self, saved: SavedTraining) -> list[Run]:
         """Time plain decoding and the trained method on held-back prompts, with the kernels that decode; return nothing

@@ -7,10 +7,12 @@ from typing import Literal
 
 from vivace.core.config import ModelConfig
 from vivace.decode.shallow import DraftPlan
+from vivace.errors import ConfigError
 from vivace.methods.multirate.config import MultirateConfig
 from vivace.methods.multirate.objective import MultirateLoss, MultirateObjective
 from vivace.methods.multirate.reach import copying_layers
 from vivace.methods.multirate.residual import Accelerator
+from vivace.recipes.exit_search import search_exit
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 
 PROBED = 8
@@ -25,19 +27,51 @@ class MultirateRecipe(FrozenRecipe):
     adapter: MultirateConfig = field(default_factory=MultirateConfig)
     find_reach: int = 0
     """Number of layers that copy from the text to find for ``adapter.reach`` where it is empty; 0 leaves it empty."""
+    find_exit: tuple[int, ...] = ()
+    """Exit layers that are tried for ``find_steps`` steps each, in turn; what promises most (``exit_search.py``)
+    is trained on. Empty trains ``adapter.exit_layer``."""
+    find_steps: int = 40
+    """Optimiser steps for each exit layer that is tried, before the loop's own."""
     loss: MultirateLoss = field(default_factory=MultirateLoss)
     plan: DraftPlan = field(default_factory=DraftPlan)
     """Shape of the draft that decoding makes, saved with the weights. Where it names a size of the draft vocabulary,
     only so many tokens are learnt to be guessed, the most frequent ones of the text; that is faster, too."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.find_steps < 1 or min(self.find_exit, default=1) < 1:
+            raise ConfigError(
+                f"find_exit names layers from 1 and find_steps is at least 1, found {list(self.find_exit)} and "
+                f"{self.find_steps}"
+            )
+
     def without_search(self, model: ModelConfig) -> MultirateRecipe:
-        """Return the recipe with the highest layers in the place of those that copy."""
-        count = min(self.find_reach, self.adapter.exit_layer, model.num_layers - self.adapter.exit_layer)
-        if self.adapter.reach or count < 1:
-            return self
-        return replace(self, adapter=replace(self.adapter, reach=tuple(range(model.num_layers))[-count:]))
+        """Return the recipe with the highest exit layer that is tried, and the highest layers in the place of those
+        that copy.
+        """
+        adapter = replace(self.adapter, exit_layer=max(self.find_exit, default=self.adapter.exit_layer))
+        found = replace(self, find_exit=(), adapter=adapter)
+        count = min(self.find_reach, adapter.exit_layer, model.num_layers - adapter.exit_layer)
+        if adapter.reach or count < 1:
+            return found
+        return replace(found, adapter=replace(adapter, reach=tuple(range(model.num_layers))[-count:]))
 
     def begin(self, context: TrainContext) -> AcceleratorTraining:
+        """Make an accelerator that changes nothing yet, or has learnt while its exit layer was searched for."""
+        if not self.find_exit:
+            return self._untrained(context)
+        candidates = {layer: self._at(layer)._untrained(context) for layer in sorted(set(self.find_exit))}
+        for trainable in candidates.values():
+            context.require_memory(trainable.objective, trainable.depth)
+        best = search_exit(context, candidates, self.plan, self.find_steps)[0]
+        context.report.note(f"exit layer {best.exit_layer} is trained on")
+        return candidates[best.exit_layer]
+
+    def _at(self, exit_layer: int) -> MultirateRecipe:
+        """Return the recipe with one exit layer."""
+        return replace(self, find_exit=(), adapter=replace(self.adapter, exit_layer=exit_layer))
+
+    def _untrained(self, context: TrainContext) -> AcceleratorTraining:
         """Make an accelerator that changes nothing yet; find the deep layers it reads unless the recipe names them."""
         model, config = context.engine.model, self.adapter
         if self.find_reach and not config.reach:
@@ -57,6 +91,8 @@ class MultirateRecipe(FrozenRecipe):
 
 class AcceleratorTraining(Trainable):
     """Trains an accelerator."""
+
+    objective: MultirateObjective
 
     def __init__(self, recipe: MultirateRecipe, context: TrainContext, accelerator: Accelerator) -> None:
         super().__init__(context)
