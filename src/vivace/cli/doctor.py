@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -44,13 +45,20 @@ def doctor(
     ] = None,
     same_model: options.Model = None,
     flags: options.LoadFlags,
+    link_interface: options.LinkInterface = None,
+    timeout: options.Timeout = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Examine machine, packages, model and methods; ends with status 1 if the model cannot answer."""
+    """Examine machine, packages, model and methods, under torchrun also the machines and links of all ranks; ends with
+    status 1 if the model cannot answer.
+    """
     if model is not None and same_model is not None:
         raise ConfigError(f"the model is given twice, as {model!r} and as --model {same_model!r}; give it once")
     model = same_model if model is None else model
-    findings = [*machine_findings(), look("kernels", partial(_kernels, flags.kernels))]
+    ranks = rank_findings(link_interface, timeout)
+    if ranks is None:
+        return  # a rank that is not 0 has answered what it was asked
+    findings = [*machine_findings(), *ranks, look("kernels", partial(_kernels, flags.kernels))]
     engine: Engine | None = None
 
     def load() -> str:
@@ -100,6 +108,47 @@ def machine_findings() -> list[Finding]:
         has_all = all(find_spec(module) is not None for module in modules)
         detail = ", ".join(modules) if has_all else f"not installed; pip install 'vivace[{extra}]'"
         findings.append(Finding(f"extra {extra}", has_all, detail))
+    return findings
+
+
+def rank_findings(interface: str | None, timeout_s: float | None) -> list[Finding] | None:
+    """Examine the machines of all ranks and the links between them; nothing where torchrun did not start this process,
+    None on the ranks that are not 0.
+
+    Raises:
+        ConfigError: an interface or a timeout is given and there are no ranks.
+        WorldError: the ranks do not find one another, or one of them ended.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ and "WORLD_SIZE" not in os.environ:
+        if (interface, timeout_s) != (None, None):
+            raise ConfigError(
+                "links are between ranks, which torchrun starts: torchrun --nproc-per-node 2 -m vivace doctor"
+            )
+        return []
+    import torch
+
+    from vivace.evaluate.provenance import provenance
+    from vivace.parallel import world as worlds
+    from vivace.parallel.examining import examine
+
+    world = worlds.join(interface=interface, timeout_s=timeout_s)
+    here = provenance(torch.device("cpu"))
+    facts = {"processor": here.cpu, "cores": here.num_cores, "threads": here.num_threads}
+    with world.guarding():
+        machines, links = examine(world, {**facts, "packages": {"python": here.python, **here.packages}})
+    if not world.leads:
+        return None
+    world.close()
+    findings = []
+    for rank, machine in enumerate(machines):
+        other = {name: found for name, found in machine["packages"].items() if found != here.packages.get(name)}
+        other.pop("python", None)
+        differs = "".join(f", {name} {found} (rank 0 has {here.packages.get(name)})" for name, found in other.items())
+        found = f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads{differs}"
+        findings.append(Finding(f"rank {rank}", not other, found))
+    for link in links:
+        speed = f"{link.bytes_per_s * 8 / 1e6:,.0f} Mbit/s, {link.latency_s * 1e3:.2f} ms one way"
+        findings.append(Finding(f"link {link.first} to {link.second}", True, speed))
     return findings
 
 
