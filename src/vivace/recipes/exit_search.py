@@ -29,7 +29,7 @@ BYTES: Mapping[str, float] = {"bf16": 2.0, "int8": 1.0, "q4": 0.53}
 
 
 @dataclass(frozen=True)
-class Found:
+class ExitFound:
     """What became of one exit layer."""
 
     exit_layer: int
@@ -62,7 +62,9 @@ def promised(agreement: float, cost: float, longest: int) -> tuple[float, int]:
     return speeds[best], best + 1
 
 
-def search_exit(context: TrainContext, candidates: Mapping[int, Trainable], plan: DraftPlan, steps: int) -> list[Found]:
+def search_exit(
+    context: TrainContext, candidates: Mapping[int, Trainable], plan: DraftPlan, steps: int
+) -> list[ExitFound]:
     """Train candidates for some steps each, and return what they promise, the best first.
 
     Their snapshots lie in ``exit-N`` in the folder of the run; a search that was killed goes on from there.
@@ -96,7 +98,7 @@ def search_exit(context: TrainContext, candidates: Mapping[int, Trainable], plan
     found = []
     for layer, result in zip(candidates, results, strict=True):
         agreement, cost = result.held_back["agreement"], guess_cost(context.engine.model.config, layer, plan)
-        found.append(Found(layer, agreement, cost, *promised(agreement, cost, len(plan.widths))))
+        found.append(ExitFound(layer, agreement, cost, *promised(agreement, cost, len(plan.widths))))
         one = found[-1]
         context.report.note(
             f"exit layer {layer}: agreement {agreement:.2f} after {steps} steps, a guess reads {cost:.2f} of a pass, "
