@@ -8,9 +8,21 @@ from typing import Any
 
 from benchmarks import captions
 from tools.blocks import table
+from vivace.evaluate.beams import shares_of
 from vivace.units import format_bytes
 
-HEADER = ("prompts at once", "system", "inputs/s", "tokens/s", "ms a step", "vivace is", "other texts", "sources take")
+HEADER = (
+    "prompts at once",
+    "system",
+    "inputs/s",
+    "tokens/s",
+    "ms a step",
+    "vivace is",
+    "other texts",
+    "sources take",
+    "peak",
+    "encode/decode/select/text",
+)
 
 
 def tables(folder: Path) -> str:
@@ -38,9 +50,9 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
         ours = systems[0]["inputs_per_s"]
         for one in systems:
             speeds = (f"{one[name]:.3g}" for name in ("inputs_per_s", "tokens_per_s", "ms_per_step"))
-            taken = one["cross_cache_bytes"]
+            taken = [format_bytes(one[name]) if one[name] else "-" for name in ("cross_cache_bytes", "peak_bytes")]
             ratio = f"{ours / one['inputs_per_s']:.2f}x"
             other = f"{one['num_different']} of {report['setting']['num_prompts']}"
-            cache = format_bytes(taken) if taken else "-"
-            rows.append((size, f"{one['system']}, {one['dtype']}", *speeds, ratio, other, cache))
+            shares = shares_of(one["parts_s"]) or "-"
+            rows.append((size, f"{one['system']}, {one['dtype']}", *speeds, ratio, other, *taken, shares))
     return rows

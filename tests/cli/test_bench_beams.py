@@ -10,6 +10,7 @@ import pytest
 
 from tests.test_encoder_decoders import make
 from vivace.cli.app import run
+from vivace.evaluate.beams import PARTS
 
 
 def report_of(folder: Path, out: Path, *words: str) -> dict[str, object]:
@@ -30,6 +31,12 @@ def test_both_write_the_same_and_sources_are_counted_once(tmp_path: Path) -> Non
     assert theirs["cross_cache_bytes"] == 2 * 2 * (2 * longest * 3) * 4 * 8 * (4 if theirs["dtype"] == "float32" else 2)
     assert ours["inputs_per_s"] > 0
     assert len(ours["seconds"]) == 1
+    parts = ours["parts_s"]
+    assert tuple(parts) == PARTS
+    assert all(seconds > 0 for seconds in parts.values())
+    assert sum(parts.values()) == pytest.approx(ours["seconds"][0], rel=0.05), "batches are all that a round is"
+    assert theirs["parts_s"] is None
+    assert all(row["peak_bytes"] is None or row["peak_bytes"] >= 0 for row in (ours, theirs))
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
@@ -42,7 +49,7 @@ def test_el_is_a_row_with_what_its_sources_take(tmp_path: Path, kind: str) -> No
     assert el["num_tokens"] == ours["num_tokens"] > 0
     assert el["cross_cache_bytes"] == 2 * 64 * 32 * 4
     assert ours["cross_cache_bytes"] >= 2 * 2 * el["cross_cache_bytes"]
-    assert el["encode_s"] > 0
+    assert el["parts_s"]["encode"] > 0
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ctranslate2") is None, reason="needs the extra ctranslate2")

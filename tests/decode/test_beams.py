@@ -58,7 +58,7 @@ def found(session: Session, requests: Sequence[Request]) -> list[tuple[Hypothesi
 def forked(model: Decoder, request: Request) -> tuple[Hypothesis, ...]:
     """The same search with a slot for each beam, forked in every step: the slow way that moves whole texts."""
     assert request.beams is not None
-    search = BeamSearch(request.beams, len(request.tokens), request.max_new_tokens, CPU)
+    search = BeamSearch(request.beams, len(request.tokens), request.max_new_tokens)
     cache = model.new_cache(2 * request.beams.num_beams, len(request.tokens) + request.max_new_tokens)
     reading = FULL.open(model, cache, chunk=CHUNK)
     for piece in reading.plan(0, request.tokens, 0):
@@ -250,14 +250,15 @@ def test_the_largest_scores_are_found_in_blocks() -> None:
     generator = torch.Generator().manual_seed(0)
     for length in (70, 5000, 49_999):
         for count in (1, 8, 16):
-            scores = torch.randn(length, generator=generator)
+            scores = torch.randn(3, length, generator=generator)
             values, places = largest(scores, count)
             assert torch.equal(values, scores.topk(count).values)
-            assert torch.equal(scores[places], values)
+            assert torch.equal(scores.gather(1, places), values)
+            assert torch.equal(largest(scores[1:2], count)[1], places[1:2]), "a row alone has the same places"
 
 
 def test_what_is_certain_is_what_all_texts_have_in_common() -> None:
-    search = BeamSearch(BeamPlan(2, early_stopping=False), 4, 9, CPU)
+    search = BeamSearch(BeamPlan(2, early_stopping=False), 4, 9)
     for token in (5, 6):
         search.take([Candidate(-1.0, 0, token), Candidate(-2e9, 0, 8)], lambda *_: False)
     search.take([Candidate(-1.5, 0, 7), Candidate(-1.6, 0, 9)], lambda *_: False)

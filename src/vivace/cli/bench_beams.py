@@ -54,7 +54,7 @@ def beams(
     """Measure beam search. Speeds are of the median round, encoders and prompts included, tokenizers not."""
     sizes = _numbers(batches)
     names = [] if peers == "none" else split_names(peers)
-    from vivace.evaluate.beams import EL, OURS, check_peers, measure_beams
+    from vivace.evaluate.beams import EL, OURS, check_peers, measure_beams, shares_of
     from vivace.evaluate.ctranslate2 import Search
     from vivace.evaluate.provenance import provenance
 
@@ -102,6 +102,8 @@ def beams(
         "vivace is",
         "other texts",
         "cross cache",
+        "peak",
+        "encode/decode/select/text",
     ]
     lines = []
     for size, rows in found.items():
@@ -109,9 +111,10 @@ def beams(
         for row in rows:
             figures = row.figures(len(ids))
             speeds = [f"{figures[name]:.2f}" for name in ("inputs_per_s", "tokens_per_s", "ms_per_step")]
-            cache = "" if not row.cross_cache_bytes else format_bytes(row.cross_cache_bytes)
+            taken = [format_bytes(count) if count else "" for count in (row.cross_cache_bytes, row.peak_bytes)]
             ratio = f"{ours / figures['inputs_per_s']:.2f}x"
-            lines.append([str(size), row.system, row.dtype, *speeds, ratio, f"{row.num_different}/{len(ids)}", cache])
+            other = f"{row.num_different}/{len(ids)}"
+            lines.append([str(size), row.system, row.dtype, *speeds, ratio, other, *taken, shares_of(row.parts_s)])
     console.table(f"{num_beams} beams, at most {max_new_tokens} tokens, {threads} threads", columns, lines)
 
 

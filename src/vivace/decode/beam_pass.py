@@ -8,8 +8,10 @@ beam goes on in several ways. The rows of all requests are in one pass, beside e
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.rows import extent_of
 from vivace.core.step import Step
-from vivace.decode.beams import BeamSearch, Candidate
+from vivace.decode.beams import BeamSearch, Candidate, largest
 from vivace.decode.distributions import processed
 from vivace.decode.isolation import RequestFailed, blaming
 from vivace.decode.request import Emitted, FinishReason, Request, StopRule
@@ -25,11 +27,11 @@ from vivace.decode.sequence import Sequence as Decoding
 from vivace.errors import NoTokenError
 
 
-def search_of(request: Request, device: torch.device) -> BeamSearch | None:
+def search_of(request: Request) -> BeamSearch | None:
     """Return the search with which a request begins, None for one without beams."""
     if request.beams is None:
         return None
-    return BeamSearch(request.beams, len(request.tokens), request.max_new_tokens, device)
+    return BeamSearch(request.beams, len(request.tokens), request.max_new_tokens)
 
 
 def candidates_of(model: Decoder, cache: KVCache, sequences: Sequence[Decoding]) -> list[list[Candidate]]:
@@ -39,19 +41,33 @@ def candidates_of(model: Decoder, cache: KVCache, sequences: Sequence[Decoding])
         RequestFailed: a request's own processors failed.
     """
     searches = [_search_of(sequence) for sequence in sequences]
+    started = time.perf_counter()
     step, tokens = _call(cache, sequences, searches)
     hidden = model.run(model.embed(tokens, step), step)
-    logprobs = torch.log_softmax(model.head(hidden, row_count=cache.row_count), -1)
-    found = []
-    parts = torch.split(logprobs, [len(search.ids) for search in searches])
-    for sequence, search, part in zip(sequences, searches, parts, strict=True):
+    logits = model.head(hidden, row_count=cache.row_count)
+    passed = time.perf_counter()
+    logprobs = torch.log_softmax(logits, -1)
+    firsts = list(accumulate((len(search.ids) for search in searches), initial=0))
+    for sequence, search, (first, stop) in zip(sequences, searches, pairwise(firsts), strict=True):
         request = sequence.request
-        with blaming(sequence.slot, "its logits processors"):
-            scores: Tensor = part
-            if request.reads_prefix:
-                prompt = search.ids.new_tensor(request.tokens).expand(len(search.ids), -1)
-                scores = processed(request, torch.cat((prompt, search.ids), 1), part)
-            found.append(search.candidates(scores, len(request.stop.end_tokens)))
+        if request.reads_prefix:
+            with blaming(sequence.slot, "its logits processors"):
+                prompt = np.broadcast_to(request.tokens, (stop - first, len(request.tokens)))
+                texts = torch.from_numpy(np.concatenate((prompt, search.ids), 1)).to(logprobs.device)
+                logprobs[first:stop] = processed(request, texts, logprobs[first:stop])
+    counts = [
+        search.num_candidates(len(sequence.request.stop.end_tokens))
+        for sequence, search in zip(sequences, searches, strict=True)
+    ]
+    scores, best = (part.numpy() for part in largest(logprobs, max(counts)))
+    found = [
+        search.best_of(scores[first:stop], best[first:stop], count)
+        for search, count, (first, stop) in zip(searches, counts, pairwise(firsts), strict=True)
+    ]
+    share = 1 / len(sequences)
+    for sequence in sequences:
+        sequence.stats.pass_s += (passed - started) * share
+        sequence.stats.select_s += (time.perf_counter() - passed) * share
     return found
 
 
@@ -60,35 +76,44 @@ def _call(cache: KVCache, sequences: Sequence[Decoding], searches: Sequence[Beam
     slots: list[int] = []
     positions: list[int] = []
     seen: list[int] = []
-    tokens, entries = [], []
+    last: list[int] = []
+    entries: list[int] = []
     for sequence, search in zip(sequences, searches, strict=True):
         prompt, count = sequence.request.tokens, len(search.ids)
         slots += [sequence.slot] * count
         positions += [len(prompt) - 1 + search.length] * count
         seen += [len(prompt)] * count
-        tokens.append(search.ids[:, -1] if search.length else search.ids.new_tensor(prompt[-1:]))
-        entries.append(search.paths[:, -1] if search.length else search.paths.new_tensor([len(prompt) - 1]))
-    entry = torch.cat(entries)
-    cache.reserve(slots, entry.tolist())
-    tail = entry.new_full((len(slots), max(search.length for search in searches)), -1)
-    first = 0
-    for search in searches:
-        tail[first : first + len(search.paths), : search.length] = search.paths
-        first += len(search.paths)
-    position = entry.new_tensor(positions)
+        last += search.ids[:, -1].tolist() if search.length else prompt[-1:]
+        entries += search.paths[:, -1].tolist() if search.length else [len(prompt) - 1]
+    cache.reserve(slots, entries)
+    slot, position, reads, tokens, entry = torch.tensor((slots, positions, seen, last, entries), device=cache.device)
+    longest = max(search.length for search in searches)
     step = Step(
         cache,
-        entry.new_tensor(slots),
+        slot,
         position,
         entry,
-        entry.new_tensor(seen),
-        tail if tail.shape[1] else None,
+        reads,
+        _tails(searches, longest).to(cache.device) if longest else None,
         num_write=len(slots),
         num_feed=len(slots),
         extent=extent_of(slots, positions, position, cache),
         row_count=cache.row_count,
+        longest=max(seen) + longest,
+        slots=frozenset(slots),
+        last=max(positions),
     )
-    return step, torch.cat(tokens)
+    return step, tokens
+
+
+def _tails(searches: Sequence[BeamSearch], longest: int) -> Tensor:
+    """Return the entries of each beam's own tokens, (rows, longest), -1 padded."""
+    tails = np.full((sum(len(search.paths) for search in searches), longest), -1, dtype=np.int64)
+    first = 0
+    for search in searches:
+        tails[first : first + len(search.paths), : search.length] = search.paths
+        first += len(search.paths)
+    return torch.from_numpy(tails)
 
 
 def advance_all(
@@ -111,9 +136,10 @@ def advance(sequence: Decoding, candidates: Sequence[Candidate]) -> Emitted | No
     Raises:
         NoTokenError: every continuation is excluded.
     """
-    search, stop = _search_of(sequence), sequence.request.stop
-    search.take(candidates, lambda row, token: _ends(search, stop, row, token))
+    search, stop, started = _search_of(sequence), sequence.request.stop, time.perf_counter()
+    search.take(candidates, _ends(search, stop))
     stats, now = sequence.stats, time.perf_counter()
+    stats.select_s += now - started
     stats.count(0, 0, 0)
     if search.length == 1:
         sequence.first_at, stats.num_first_tokens = now, 1
@@ -140,10 +166,12 @@ def _emitted(sequence: Decoding, tokens: tuple[int, ...], now: float, ended: Bea
     return Emitted(sequence.id, tokens, None, reason, stats, hypotheses=found)
 
 
-def _ends(search: BeamSearch, stop: StopRule, row: int, token: int) -> bool:
-    if not stop.reads_text:
-        return stop.ends_with(token, search.length + 1)
-    return stop.stops_at([*search.ids[row].tolist(), token])
+def _ends(search: BeamSearch, stop: StopRule) -> Callable[[int, int], bool]:
+    """Return whether the text of a row ends with a further token."""
+    if stop.reads_text:
+        return lambda row, token: stop.stops_at([*search.ids[row].tolist(), token])
+    ends = stop.ends_at(search.length + 1)
+    return lambda _, token: token in ends
 
 
 def _search_of(sequence: Decoding) -> BeamSearch:

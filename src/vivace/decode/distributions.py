@@ -95,11 +95,11 @@ def processed(request: Request, texts: Tensor, logprobs: Tensor) -> Tensor:
         penalise(logprobs[row], sampling, text)
     if sampling.no_repeat_ngram_size:
         bar_repeats(logprobs, texts, sampling.no_repeat_ngram_size)
-    for row, text in enumerate(texts):  # all of one length, which is all that is asked of them
-        if (token := _forced(request, text)) is not None:
-            logprobs[row] = _only(token, logprobs[row])
-        elif barred := _barred(request, text):
-            logprobs[row, list(barred)] = -math.inf
+    text = texts[0]  # all are of one length, which is all that is asked of them
+    if (token := _forced(request, text)) is not None:
+        return logprobs.fill_(-math.inf).index_fill_(1, texts.new_tensor([token]), 0.0)
+    if barred := _barred(request, text):
+        logprobs[:, list(barred)] = -math.inf
     return logprobs
 
 

@@ -56,7 +56,11 @@ class StopRule:
 
     def ends_with(self, token: int, num_tokens: int) -> bool:
         """Return whether a text of ``num_tokens`` new ones ends since ``token`` is the last of them."""
-        return token in self.end_tokens and num_tokens > self.min_new_tokens
+        return token in self.ends_at(num_tokens)
+
+    def ends_at(self, num_tokens: int) -> frozenset[int]:
+        """Return the tokens that end a text as the last of ``num_tokens`` new ones."""
+        return self.end_tokens if num_tokens > self.min_new_tokens else frozenset()
 
     def stops_at(self, tokens: Sequence[int]) -> bool:
         """Return whether a text whose new tokens are ``tokens`` ends with the last of them."""

@@ -359,7 +359,7 @@ class Session:
             )
             sequence.is_pinned = self.room.is_pinned(request)
         self._free.remove(slot)
-        sequence.search = search_of(request, self.cache.device)
+        sequence.search = search_of(request)
         self._live[slot] = sequence
         self.cache.set_aside(slot, sequence.num_entries)
         self.cache.prompts[slot] = len(request.tokens)

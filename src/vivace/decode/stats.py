@@ -43,6 +43,11 @@ class DecodeStats:
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    pass_s: float = 0.0
+    """This request's share of the passes of the model over beams, head included; with ``select_s`` it is about the
+    request's share of ``verify_s``. Both are zero without beams."""
+    select_s: float = 0.0
+    """This request's share of choosing how beams go on."""
     first_token_s: float = 0.0
     """Seconds from admission to the first token."""
     num_first_tokens: int = 0

@@ -19,17 +19,23 @@ import torch
 
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.core.model import Decoder
+from vivace.decode.stats import DecodeStats
 from vivace.errors import ConfigError, nearest
 from vivace.evaluate.beam_peers import TransformersBeams
 from vivace.evaluate.ctranslate2 import KINDS, CTranslate2, Search
+from vivace.evaluate.memory import peak_memory, resident_memory
 
 Texts = list[tuple[int, ...]]
 System = Callable[[Sequence[Sequence[int]]], Texts]
 """Answers a batch of prompts, each given and answered in token ids without an end token."""
 OURS = "vivace"
+CPU = torch.device("cpu")
 EL = "el"
 """This program with EL-attention, as a peer: the encoder's states in the place of keys and values of sources."""
 PEERS = (EL, "transformers", *KINDS)
+PARTS = ("encode", "decode", "select", "text")
+"""What a round's seconds go into: reading sources or prompts; passes over beams, the head included; choosing how beams
+go on; and the rest, which is turning tokens into text and the loop around all."""
 
 
 class Searching(Protocol):
@@ -65,8 +71,11 @@ class BeamRow:
     cross_cache_bytes: int | None = None
     """Of what is kept of the sources of the largest batch (keys and values of every layer, or with ``EL`` the states);
     None where nothing is known of them."""
-    encode_s: float | None = None
-    """Seconds of one round over all prompts that went into reading sources or prompts."""
+    peak_bytes: int | None = None
+    """Most that a round took beyond what the process had when it began, which holds the weights of all systems: caches
+    and everything that is computed on the way. None where the system does not say it."""
+    parts_s: dict[str, float] | None = None
+    """Seconds of one round by ``PARTS``, of this program; None for others."""
 
     def figures(self, num_prompts: int) -> dict[str, float]:
         """Return inputs and tokens a second and milliseconds a step, of the median repeat."""
@@ -123,18 +132,22 @@ def measure_beams(
     for system in systems:
         system(batches[0])
         if isinstance(system, _Ours):
-            system.encode_s = 0.0
+            system.parts_s = dict.fromkeys(PARTS, 0.0)
     answers: list[Texts] = [[] for _ in systems]
     for _ in range(repeats):
         for place, (row, system) in enumerate(zip(rows, systems, strict=True)):
-            started = time.perf_counter()
-            answers[place] = [text for batch in batches for text in system(batch)]
+            before, started = resident_memory(), time.perf_counter()
+            with peak_memory(CPU) as peak:
+                answers[place] = [text for batch in batches for text in system(batch)]
             row.seconds.append(time.perf_counter() - started)
+            if before is not None and peak.num_bytes is not None:
+                row.peak_bytes = max(row.peak_bytes or 0, peak.num_bytes - before)
     for row, texts in zip(rows, answers, strict=True):
         _count(row, texts, answers[0], batch_size)
     for row, system in zip(rows, systems, strict=True):
         if isinstance(system, _Ours):
-            row.cross_cache_bytes, row.encode_s = system.cross_cache_bytes, system.encode_s / repeats
+            row.cross_cache_bytes = system.cross_cache_bytes
+            row.parts_s = {part: seconds / repeats for part, seconds in system.parts_s.items()}
         if row.system == "transformers" and engine.model.encoder is not None:
             row.cross_cache_bytes = _repeated_bytes(engine, batches, search.num_beams, row.dtype)
     return rows
@@ -149,6 +162,12 @@ def check_peers(peers: Sequence[str]) -> None:
     for name in peers:
         if name not in PEERS:
             raise ConfigError(f"--peers {name!r} is none of {', '.join(PEERS)}{nearest(name, PEERS)}")
+
+
+def shares_of(parts_s: Mapping[str, float] | None) -> str:
+    """Return the shares of ``PARTS`` in per cent, with strokes between them; nothing where they are not known."""
+    whole = sum(parts_s.values()) if parts_s else 0.0
+    return "" if not parts_s or not whole else "/".join(f"{100 * parts_s[part] / whole:.0f}" for part in PARTS) + " %"
 
 
 def _count(row: BeamRow, texts: Texts, ours: Texts, batch_size: int) -> None:
@@ -172,16 +191,30 @@ class _Ours:
         }
         self.cross_cache_bytes = 0
         """Most that a batch's sources took, counted in whole blocks of the cache."""
-        self.encode_s = 0.0
+        self.parts_s = dict.fromkeys(PARTS, 0.0)
+        """Seconds by part."""
 
     def __call__(self, batch: Sequence[Sequence[int]]) -> Texts:
+        started = time.perf_counter()
         results = self.engine.generate([list(prompt) for prompt in batch], batch_size=len(batch), **self.settings)
-        self.encode_s += sum(result.stats.prefill_s for result in results)
+        self._divide(time.perf_counter() - started, [result.stats for result in results])
         if self.engine.model.encoder is not None:
             taken = sum(self.engine.model.source_bytes(len(prompt)) for prompt in batch)
             self.cross_cache_bytes = max(self.cross_cache_bytes, taken)
         ends = set(self.engine.tokenizer.eos_ids)
         return [tuple(token for token in result.token_ids if token not in ends) for result in results]
+
+    def _divide(self, elapsed_s: float, stats: Sequence[DecodeStats]) -> None:
+        """Add the seconds of a batch to the parts."""
+        shares = [one.prefill_s for one in stats]  # of prompts each has the time of the passes that it was part of
+        parts = {
+            "encode": sum(shares) if self.engine.model.encoder is not None else max(shares),
+            "decode": sum(one.pass_s for one in stats),
+            "select": sum(one.select_s for one in stats),
+        }
+        parts["text"] = max(0.0, elapsed_s - sum(parts.values()))
+        for part, seconds in parts.items():
+            self.parts_s[part] += seconds
 
 
 def _repeated_bytes(engine: Searching, batches: Sequence[Sequence[Sequence[int]]], num_beams: int, dtype: str) -> int:
