@@ -101,3 +101,16 @@ def test_loss_weights_are_checked() -> None:
         MultirateLoss(temperature=0)
     with pytest.raises(ConfigError):
         MultirateLoss(max_lag=0)
+
+
+def test_matrices_of_feedback_and_reach_learn_slower(deep) -> None:
+    """Every weight is in one group; where there are no such matrices there is one group, as snapshots have it."""
+    task = objective(deep, feedback=True, reach=(2, 3))
+    weights, square = task.groups()
+    names = {id(p): name for name, p in task.accelerator.named_parameters()}
+    found = {names[id(p)] for p in square["params"]}
+    assert found == {"feedback", *(f"reach.{at}.{what}" for at in (0, 1) for what in ("query", "output"))}
+    assert square["rate"] < 0.5
+    assert "rate" not in weights
+    assert sorted(names) == sorted(id(p) for group in (weights, square) for p in group["params"])
+    assert [group["name"] for group in objective(deep).groups()] == ["accelerator"]
