@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -141,9 +142,22 @@ def test_what_is_emitted_is_a_token_a_pass(model: Decoder) -> None:
     assert all(e.guesses == ((),) for e in emitted)
 
 
-def test_samplers_and_padded_calls_go_token_by_token(model: Decoder) -> None:
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize(("slots", "every"), [(1, 0), (6, 2)])
+def test_drawn_text_of_one_call_a_token(model: Decoder, slots: int, every: int, top_p: float) -> None:
+    """As many steps in a call as of a greedy text, unless logits are capped; log p is that of the model."""
     drafter = ahead(model)
-    sampling = Sampling(do_sample=True)
+    drawn = {"sampling": Sampling(do_sample=True, temperature=0.9, top_p=top_p), "seed": 3, "logprobs": True}
+    found = run(model, drafter, slots, every, **drawn)
+    assert_same(found, run(model, NoDrafts(), slots, every, **drawn))
+    assert found != run(model, NoDrafts(), slots, every, **{**drawn, "seed": 4})
+    assert max(map(max, drafter.rows)) == (1 if model.config.logit_softcap else MAX_TOKENS)
+
+
+@pytest.mark.parametrize("changed", [{"repetition_penalty": 1.3}, {"top_k": 9}, {"min_p": 0.1}, {"temperature": 1e-3}])
+def test_processors_and_padded_calls_go_token_by_token(model: Decoder, changed: dict[str, Any]) -> None:
+    drafter = ahead(model)
+    sampling = Sampling(do_sample=True, **changed)
     assert_same(run(model, drafter, sampling=sampling, seed=3), run(model, NoDrafts(), sampling=sampling, seed=3))
     assert_same(run(model, drafter, row_count=8), run(model, NoDrafts()))
     assert set(drafter.rows) == {(1,)}

@@ -16,7 +16,7 @@ STRUCTURES = {
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, ctypes.Structure) and kind is not ctypes.Structure
 }
-NOT_MIRRORED = {"ExactSide", "GridSide", "Greedy", "Screened"}
+NOT_MIRRORED = {"ExactSide", "GridSide", "Greedy", "Perturbed", "Screened"}
 """Structures that no Python code lays out."""
 
 

@@ -51,12 +51,24 @@ def drafter_of(model: Decoder, plan: DraftPlan, ids: torch.Tensor | None = None)
     return QuantizedDrafter(model, OwnGuess(model), plan, DraftHead(model, ids))
 
 
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "drawn": Sampling(do_sample=True, temperature=0.8),
+    "nucleus": Sampling(do_sample=True, temperature=1.1, top_p=0.9),
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("ids", [None, torch.arange(0, VOCAB, 2)], ids=["all", "half"])
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.label)
-def test_the_text_is_plain_decodings(model: Decoder, plan: DraftPlan, ids: torch.Tensor | None, steps: int) -> None:
-    """Token for token, with guesses accepted, in one native call and step by step, alone and together."""
-    asked = [Request(tuple(tokens), 24, NoDrafts()) for tokens in prompts(4)]
+def test_the_text_is_plain_decodings(
+    model: Decoder, plan: DraftPlan, ids: torch.Tensor | None, steps: int, sampling: Sampling
+) -> None:
+    """Token for token, with guesses accepted, in one native call and step by step, alone and together; a drawn text is
+    that of its seed.
+    """
+    asked = [Request(tuple(tokens), 24, NoDrafts(), sampling=sampling, seed=5) for tokens in prompts(4)]
     for slots in (1, 4):
         session = Session(model, num_slots=slots, capacity=96, steps_per_call=steps)
         plain = finish(session, asked)

@@ -260,13 +260,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Decided:
-    """Steps of greedy decoding made by one native call, each drafted and verified before the next began.
+    """Steps of decoding made by one native call, each drafted and verified before the next began.
 
     The text is that of plain decoding for the same reason as with a step of the session (``decode/verify.py``, greedy).
     In every step all rows of a draft passed all layers of the model, with the bits they have in any other call. A guess
-    was kept where it is the model's argmax after the row above it, up to the first that is not; the next step began
-    with the model's argmax after the last kept row (``kernels/native/speculate.h``). So only sequences whose next token
-    is that argmax may be decided (``Distribution.is_greedy``). What a request stops at besides its end tokens is cut
+    was kept where it is the model's token after the row above it, up to the first that is not; the next step began
+    with the model's token after the last kept row (``kernels/native/speculate.h``). That token is the argmax of the
+    logits (``Distribution.is_greedy``) or of perturbed logits (``Context.drawings``); other sequences are not decided
+    so. What a request stops at besides its end tokens is cut
     off afterwards, as in any block. The token after the last row is left to the session, which reads it from the
     residual there as after a pass of its own.
     """
@@ -281,6 +282,6 @@ class Decided:
     """Seconds of the call that were spent on drafting."""
 
     def verdict(self, next_tokens: Sequence[int]) -> Verdict:
-        """Return the verdict on the rows, given the model's argmax after each slot's last one."""
+        """Return the verdict on the rows, given the model's token after each slot's last one."""
         paths = tuple(tuple(self.draft.path(root)) for root in self.draft.last_rows)
         return Verdict(paths, tuple(next_tokens), self.steps)

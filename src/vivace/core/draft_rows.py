@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from vivace.core.draws import Drawing
 from vivace.core.seams import Decided, Draft
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class ChainRoot(NamedTuple):
     """The token."""
     limit: int
     """Largest number of tokens below it."""
+    drawing: Drawing | None = None
+    """How tokens are drawn, guesses too; None takes the likeliest. All roots of a call have one, or none has."""
 
 
 class ChainPlan(NamedTuple):
@@ -122,6 +125,15 @@ class HeadRows:
 class Chain(Protocol):
     """Drafts, and verifies, several tokens in one call, to the bits of the same steps made one by one."""
 
+    @property
+    def can_draw(self) -> bool:
+        """Return whether it can draw the tokens of a text, and not only take the likeliest ones."""
+        ...
+
+    def draw(self, logits: Tensor, drawing: Drawing, position: int) -> int | None:
+        """Draw the token at a position from its logits (V,); None where no token may come there."""
+        ...
+
     def covers(self, draft_rows: DraftRows) -> bool:
         """Return whether it can draft with these draft rows."""
         ...
@@ -156,7 +168,7 @@ class Chain(Protocol):
         ...
 
     def decide(self, roots: Sequence[ChainRoot], cache: KVCache, ends: Sequence[int] = ()) -> Decided:
-        """Decode the next tokens below each root greedily with the whole model, none below one of ``ends``."""
+        """Decode the next tokens below each root with the whole model, none below one of ``ends``."""
         ...
 
     def speculate(
@@ -168,7 +180,7 @@ class Chain(Protocol):
         plan: ChainPlan,
         ends: Sequence[int] = (),
     ) -> Decided:
-        """Draft and verify greedily several times for one sequence."""
+        """Draft and verify several times for one sequence."""
         ...
 
     def follow(

@@ -29,6 +29,7 @@ from vivace.core.draft import RowLists as RowLists
 from vivace.core.draft import TargetPass as TargetPass
 from vivace.core.draft import Verdict as Verdict
 from vivace.core.draft import VerifiedStep as VerifiedStep
+from vivace.core.draws import Drawing
 from vivace.core.text_memory import TextMemory
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Context:
     """Tokens after which nothing is decoded; there may be further reasons to stop."""
     room: Mapping[int, int] = field(default_factory=dict)
     """By slot: number of tokens, beside the pending one, that one proposal may decide; 0 where it is missing."""
+    drawings: Mapping[int, Drawing] = field(default_factory=dict)
+    """By slot: how its tokens are drawn, where nothing but a temperature and top-p changes the logits."""
     steps_per_call: int | None = None
     """Number of steps that a proposal may consist of: 0 allows drafts only, None as many as the drafter's timings
     allow."""

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from vivace.core.model import Decoder
+from vivace.core.sampling import sample
 from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
+from vivace.decode.isolation import blaming
 from vivace.decode.sequence import Sequence as Decoding
-from vivace.decode.verify import TargetRows, verify_greedy, verify_sampled
+from vivace.decode.verify import Draw, TargetRows, verify_greedy, verify_sampled
 
 AT_ONCE = 65536
 """Largest number of logits whose distributions are computed together: calls would take longer than numbers."""
@@ -47,12 +49,44 @@ def verified(
     logprobs = torch.log_softmax(logits, -1) if wants_logprobs else None
     if is_greedy:
         return Checked(draft, passed, verify_greedy(draft, logits.argmax(-1).tolist()), logprobs)
-    return Checked(draft, passed, verify_sampled(draft, _target(logits, draft, context), context.generators), logprobs)
+    target, draw = _target(logits, draft, context), _draw(model, logits, context)
+    return Checked(draft, passed, verify_sampled(draft, target, context.generators, draw), logprobs)
+
+
+def _draw(model: Decoder, logits: Tensor, context: Context) -> Draw | None:
+    """Return what draws the token after a row with the noise of its position; None where native code cannot.
+
+    Whether it can depends on the model, the session and the slot's request, never on other slots.
+    """
+    chain, drawings = model.backend.chain, context.drawings
+    if chain is None or context.cache.row_count != 1 or not drawings:
+        return None
+
+    def draw(slot: int, row: int, rows: int) -> int | None:
+        if slot not in drawings:
+            return None
+        return chain.draw(logits[row], drawings[slot], context.cache.lengths[slot] + rows)
+
+    return draw
+
+
+def _drawn_last(model: Decoder, draft: Draft, logits: Tensor, context: Context) -> list[int]:
+    """Draw the token after the last row of every slot of a draft without guesses, from logits (slots, V)."""
+    draw, tokens = _draw(model, logits, context), []
+    assert draw is not None
+    for place, (slot, row, count) in enumerate(zip(draft.slots, draft.last_rows, draft.committed, strict=True)):
+        token = draw(slot, place, count)
+        if token is None:  # none may come: an error that names the slot
+            distribution = context.distribution(logits[place : place + 1], draft, torch.tensor([row]))[0]
+            with blaming(slot, "drawing its next token"):
+                token = sample(distribution, context.generators[slot])
+        tokens.append(token)
+    return tokens
 
 
 def _target(logits: Tensor, draft: Draft, context: Context) -> TargetRows:
     """Return the target's distribution after each row of a draft, from logits (T, V)."""
-    if logits.device.type != "cpu" or logits.numel() <= AT_ONCE:
+    if logits.device.type != "cpu" or (logits.numel() <= AT_ONCE and not context.drawings):
         return context.distribution(logits, draft, torch.arange(len(logits)))
     return AsReached(logits, draft, context)
 
@@ -75,9 +109,14 @@ class AsReached:
         return self.context.distribution(self.logits[row : row + 1], self.draft, torch.tensor([row]))[0]
 
 
-def read_on(model: Decoder, decided: Decided, sequences: Sequence[Decoding]) -> Checked:
+def read_on(model: Decoder, decided: Decided, context: Context, sequences: Sequence[Decoding]) -> Checked:
     """Choose the token after the last row of steps verified in native code; compute log p where a request wants it."""
     hidden, last = decided.passed.hidden, decided.draft.last_rows
+    if context.drawings:
+        wants_all = any(s.request.logprobs for s in sequences)
+        logits = model.head(hidden if wants_all else hidden[last])
+        verdict = decided.verdict(_drawn_last(model, decided.draft, logits[last] if wants_all else logits, context))
+        return Checked(decided.draft, decided.passed, verdict, torch.log_softmax(logits, -1) if wants_all else None)
     if any(s.request.logprobs for s in sequences):
         logits = model.head(hidden)
         verdict = decided.verdict(logits[last].argmax(-1).tolist())

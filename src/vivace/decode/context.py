@@ -25,6 +25,7 @@ def context_of(sequences: Sequence[Decoding], cache: KVCache, steps_per_call: in
         max_nodes={slot: min(tokens, DRAFT_SLACK - 1) for slot, tokens in room.items()},
         generators={s.slot: s.generator for s in sequences},
         room={s.slot: 0 if s.request.shows_guesses else room[s.slot] for s in sequences},
+        drawings={s.slot: s.drawing for s in sequences if s.drawing is not None},
         steps_per_call=steps_per_call,
         ends=tuple(set[int]().union(*(s.request.stop.end_tokens for s in sequences))),
     )

@@ -1,7 +1,8 @@
-"""Multi-step decoding: one native call makes several steps of greedy sequences, verification included.
+"""Multi-step decoding: one native call makes several steps of some sequences, verification included.
 
 With a small model, returning to Python after each pass takes a quarter of the time of a pass. Where draft rows can be
-described as data (``core/draft_rows.py``) and sequences take the argmax, native code drafts, verifies, and drafts again
+described as data (``core/draft_rows.py``) and sequences take the argmax, or the argmax of logits that were perturbed
+(``core/draws.py``), native code drafts, verifies, and drafts again
 from the tokens it kept; the drafter returns the outcome as ``Decided``. In all other cases each step is a ``Draft``
 that the session verifies. ``Session(steps_per_call=0)`` makes every drafter work that way.
 """
@@ -9,10 +10,11 @@ that the session verifies. ``Session(steps_per_call=0)`` makes every drafter wor
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from vivace.core.draft_rows import Chain, ChainPlan, ChainRoot
+from vivace.core.draws import Drawing
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Decided, Draft
 from vivace.decode.plain import NoDrafts
@@ -31,6 +33,12 @@ class Deciding(NamedTuple):
     chain: Chain
     pending: dict[int, int]
     """The one token of each slot that is not stored yet."""
+    drawings: Mapping[int, Drawing]
+    """How the tokens of each slot are drawn; empty where all take the likeliest."""
+
+    def root(self, slot: int, limit: int) -> ChainRoot:
+        """Return the pending token of a slot, with at most ``limit`` tokens below it."""
+        return ChainRoot(slot, self.pending[slot], limit, self.drawings.get(slot))
 
 
 def native_chain(model: Decoder, context: Context) -> Chain | None:
@@ -44,16 +52,25 @@ def native_chain(model: Decoder, context: Context) -> Chain | None:
 def deciding(model: Decoder, context: Context) -> Deciding | None:
     """Return what may decode all sequences of a step; None where the session has to verify each step.
 
-    The session verifies where no native code runs the model, where it allows no steps in one call, where tokens are
-    sampled or processed, and where a slot has more than one token that is not stored yet.
+    The session verifies where no native code runs the model, where it allows no steps in one call, where logits are
+    processed, where some slots take the likeliest tokens and others draw, and where a slot has more than one token that
+    is not stored yet.
     """
     chain = native_chain(model, context)
-    if chain is None or context.steps_per_call == 0 or not context.distribution.is_greedy(context.slots):
+    if chain is None or context.steps_per_call == 0:
+        return None
+    drawings = drawings_of(chain, context)
+    if not drawings and not context.distribution.is_greedy(context.slots):
         return None
     lengths = context.cache.lengths
     if any(len(context.tokens[slot]) != lengths[slot] + 1 for slot in context.slots):
         return None
-    return Deciding(chain, {slot: context.tokens[slot][-1] for slot in context.slots})
+    return Deciding(chain, {slot: context.tokens[slot][-1] for slot in context.slots}, drawings)
+
+
+def drawings_of(chain: Chain, context: Context) -> Mapping[int, Drawing]:
+    """Return how native code draws the tokens of every slot; empty where it cannot do so for all of them."""
+    return context.drawings if chain.can_draw and set(context.slots) <= set(context.drawings) else {}
 
 
 class StepBudget:
@@ -97,7 +114,7 @@ class StepBudget:
 
 
 class MultiStepPlain(NoDrafts):
-    """Implements ``Drafter``: plain decoding which, where it is greedy, makes several tokens in one native call."""
+    """Implements ``Drafter``: plain decoding which makes several tokens in one native call where it can."""
 
     def __init__(self, model: Decoder, *, clock: Callable[[], float] = time.perf_counter) -> None:
         """Decode with ``model``; ``clock`` measures its passes in seconds."""
@@ -111,5 +128,5 @@ class MultiStepPlain(NoDrafts):
         if found is None:
             return context.committed()
         more = self._budget.count(context) - 1
-        roots = [ChainRoot(slot, token, min(more, context.room.get(slot, 0))) for slot, token in found.pending.items()]
+        roots = [found.root(slot, min(more, context.room.get(slot, 0))) for slot in found.pending]
         return self._budget.timed(context, lambda: found.chain.decide(roots, context.cache, context.ends))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from torch import Tensor
 
 from vivace.core.config import ModelConfig
+from vivace.core.draws import TEMPERATURES
 from vivace.core.low_rank import AdapterSource
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Drafter, Prefix
@@ -170,6 +171,13 @@ class Request:
     def reads_prefix(self) -> bool:
         """Return whether the distribution of the next token depends on earlier tokens beyond the logits."""
         return self.sampling.reads_prefix or self._changes_scores
+
+    @property
+    def is_drawn_from_logits(self) -> bool:
+        """Return whether tokens are drawn, and nothing but a temperature and top-p changes the distribution."""
+        sampling, (least, most) = self.sampling, TEMPERATURES
+        is_plain = sampling.top_k == 0 and sampling.min_p == 0 and not self.reads_prefix
+        return is_plain and sampling.do_sample and least <= sampling.temperature <= most
 
     @property
     def _changes_scores(self) -> bool:

@@ -6,11 +6,13 @@ import copy
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from vivace.core.draws import Drawing
 from vivace.core.seams import Draft, DraftState, TargetPass, Verdict
 from vivace.decode.beams import BeamSearch
 from vivace.decode.guarding import Withheld
@@ -51,6 +53,13 @@ class Sequence:
     """Its tokens that a guard has not judged yet; None without a guard."""
     num_certain: int = 0
     """Number of new tokens that all beams have in common and that are emitted."""
+
+    @cached_property
+    def drawing(self) -> Drawing | None:
+        """How native code draws its tokens; None where it takes the likeliest, or where more than that is asked."""
+        if not self.request.is_drawn_from_logits:
+            return None
+        return Drawing(self.generator.initial_seed(), self.request.sampling.temperature, self.request.sampling.top_p)
 
     def forked(self, number: int, slot: int, seed: int | None) -> Sequence:
         """Return another sequence that begins with all that this one has so far.

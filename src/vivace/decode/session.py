@@ -386,7 +386,7 @@ class Session:
         proposed = drafting.propose(context)
         if isinstance(proposed, Decided):
             draft_s = proposed.draft_s
-            checked = read_on(self.model, proposed, sequences)
+            checked = read_on(self.model, proposed, context, sequences)
         else:
             draft_s = time.perf_counter() - started
             checked = verified(self.model, proposed, drafting.traversal, context, sequences)

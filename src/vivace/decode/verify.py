@@ -13,6 +13,9 @@ Sampling. ``P`` is the target's distribution after row r, with processors applie
 
 * Deterministic guesses are point masses: draw ``y ~ P``; descend if a child has token y, else emit it. The token at
   this position is y in both cases, hence distributed as P.
+  Where nothing but a temperature and top-p changes the logits, native code draws y as the largest perturbed logit, with
+  noise that belongs to the position (``core/draws.py``). A guess may then have been chosen with the same noise: y is
+  the same whatever was guessed.
 * Guesses drawn from a distribution ``q`` (speculative sampling, Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1;
   several independent children: recursive rejection, Miao et al. 2023, arXiv:2305.09781): a child x is accepted with
   probability ``min(1, P(x) / q(x))``; after a rejection ``P <- norm(max(P - q, 0))`` and the next child is tried; when
@@ -24,7 +27,7 @@ Sampling. ``P`` is the target's distribution after row r, with processors applie
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -67,7 +70,14 @@ class TargetRows(Protocol):
         ...
 
 
-def verify_sampled(draft: Draft, target: TargetRows, generators: Mapping[int, torch.Generator]) -> Verdict:
+Draw = Callable[[int, int, int], int | None]
+"""Draws the token after a row of a slot's draft, which ``n`` draft rows precede, itself included: (slot, row, n) to the
+token, or None where the slot's tokens are not drawn so, or none may come."""
+
+
+def verify_sampled(
+    draft: Draft, target: TargetRows, generators: Mapping[int, torch.Generator], draw: Draw | None = None
+) -> Verdict:
     """Keep, in each slot, a path such that the text is distributed as samples of the target.
 
     Args:
@@ -75,6 +85,8 @@ def verify_sampled(draft: Draft, target: TargetRows, generators: Mapping[int, to
         target: (T, V) the target's distribution after each row; rows sum to one and are one-hot for greedy slots. Only
             rows that the text reaches are looked at, each once, from the root down.
         generators: the random numbers of each slot, used by no other.
+        draw: draws a token with the noise of its position, where no guess below the row was drawn from a distribution;
+            None draws every token with the generators.
 
     Raises:
         RequestFailed: every token is excluded after a slot's committed tokens.
@@ -87,13 +99,23 @@ def verify_sampled(draft: Draft, target: TargetRows, generators: Mapping[int, to
         path = draft.path(root)
         row, token = root, None
         while token is None:
+            below = children[row]
+            if draw is not None and all(chances[child] == 1.0 for child in below):
+                drawn = draw(slot, row, len(path))
+                child = None if drawn is None else _carrying(drawn, below, tokens)
+                if child is not None:
+                    path.append(child)
+                    row = child
+                    continue
+                if (token := drawn) is not None:
+                    break
             distribution = target[row]
             if row != root and not float(distribution.sum()) > 0:
                 # Every token is excluded after an accepted guess. The guess becomes the last token of this step, so
                 # that the error is raised where plain decoding raises it: at the next root.
                 token = tokens[path.pop()]
                 break
-            guesses = [(child, tokens[child], chances[child]) for child in children[row]]
+            guesses = [(child, tokens[child], chances[child]) for child in below]
             with blaming(slot, "drawing its next token"):
                 child, token = _descend(distribution, guesses, draft.probs, generators[slot])
             if child is not None:

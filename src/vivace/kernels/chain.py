@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
 
-from vivace.kernels.library import CDelta, CGain, CMatrix, CPlaces, CPlan
+from vivace.kernels.library import CDelta, CDrawing, CGain, CMatrix, CPlaces, CPlan
 
 Numbers = POINTER(c_int64)
 
@@ -31,6 +31,7 @@ class CChain(Structure):
         ("reads", POINTER(CDeepRead)),
         *((name, Numbers) for name in ("slot", "length", "root", "limit", "ends")),
         *((name, c_void_p) for name in ("ids", "tokens", "slots", "nodes", "parents", "hidden")),
+        ("drawings", POINTER(CDrawing)),
         *((name, c_int64) for name in ("exit_layer", "sequences", "is_fed", "num_deltas", "num_worn", "num_ropes")),
         *((name, c_int64) for name in ("num_offsets", "num_reads", "num_ends")),
         *((name, c_float) for name in ("embedding_scale", "min_confidence", "softcap", "certain")),

@@ -284,6 +284,12 @@ class CEnded(Structure):
     _fields_ = [(name, c_int64) for name in ("number", "error", "offset", "bytes")]
 
 
+class CDrawing(Structure):
+    """Mirrors ``Drawing``: how the tokens of a text are drawn."""
+
+    _fields_ = [("key", c_int64), ("scale", c_float), ("top_p", c_float)]
+
+
 ENDED = -1
 """Error of a read beyond the end of its file."""
 DAMAGED = -2
@@ -293,6 +299,7 @@ SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_linear": (c_int64, c_int64, POINTER(CLinear)),
     "vivace_gated": (c_int64, c_int64, POINTER(CGated)),
     "vivace_greedy": (c_int64, c_int64, POINTER(CLinear), c_void_p, c_void_p),
+    "vivace_draw": (c_int64, c_void_p, c_int64, c_void_p, POINTER(CDrawing), c_int64, POINTER(c_float)),
     "vivace_activate": (c_int64, POINTER(CActivated)),
     "vivace_neurons": (c_int64, c_int64, POINTER(CNeurons)),
     "vivace_norm": (c_int64, POINTER(CNorm)),
@@ -339,7 +346,7 @@ def open_library(path: Path = LIBRARY) -> ctypes.CDLL:
     library.vivace_chain.argtypes = (c_int64, c_int64, POINTER(CPlan), c_void_p)
     library.vivace_speculate.argtypes = (c_int64, c_int64, POINTER(CPlan), POINTER(CPlan), c_void_p, c_void_p)
     returning = (library.vivace_features, library.vivace_span_bytes, library.vivace_chain, library.vivace_speculate)
-    for counting in returning:
+    for counting in (*returning, library.vivace_draw):
         counting.restype = c_int64
     library.vivace_span_bytes.argtypes = (c_int64, POINTER(CPlan), POINTER(CCall))
     library.vivace_reader_open.argtypes = (c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import byref, c_int64, c_void_p
+from ctypes import byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,6 +32,7 @@ from vivace.kernels.library import (
     CAttention,
     CCall,
     CChoice,
+    CDrawing,
     CGain,
     CGated,
     CLinear,
@@ -314,6 +315,24 @@ class NativeBody:
         addresses = (tokens.data_ptr(), values.data_ptr())
         self._library.vivace_greedy(self._index, num_threads(), byref(call), *addresses)
         return tokens, values
+
+    def draw(self, logits: Tensor, drawing: CDrawing, position: int, tokens: Tensor | None = None) -> tuple[int, float]:
+        """Draw the token at a position of a text.
+
+        Args:
+            logits: (n,) float32.
+            drawing: how it is drawn.
+            position: index of the token in its text.
+            tokens: (n,) int64 token that each logit belongs to; None: all, in order.
+
+        Returns:
+            The index that is drawn, -1 where none may be, and by how much its score is above the next one.
+        """
+        logits, margin = logits.contiguous(), c_float()
+        ids = None if tokens is None else tokens.data_ptr()
+        given = (logits.data_ptr(), len(logits), ids, byref(drawing), position, byref(margin))
+        index: int = self._library.vivace_draw(self._index, *given)
+        return index, margin.value
 
     def rows(self, matrix: Matrix, tokens: Tensor) -> Tensor:
         """Return rows of an embedding that is stored in eight or twelve bits, (T,) -> (T, in)."""

@@ -23,10 +23,11 @@ from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.span import MixtureSpan, NativeSpan, gain_of, matrix_of, pointers, quantized_copy
 from vivace.core.draft_rows import ChainPlan, ChainRoot, DeepRead, DraftRows, HeadRows, StreamRows
+from vivace.core.draws import Drawing
 from vivace.core.low_rank import LowRankDeltas
 from vivace.core.seams import Decided, Draft, TargetPass, VerifiedStep
 from vivace.kernels.chain import CChain, CDeepRead, CHeads, CSpeculation, CStreams
-from vivace.kernels.library import CMatrix, CPlan
+from vivace.kernels.library import CDrawing, CMatrix, CPlan
 from vivace.kernels.low_bit import Weights, quantise
 from vivace.kernels.native import Matrix, pack
 
@@ -109,6 +110,17 @@ class NativeChain:
             return None
         return NativeChain(decoder, span)
 
+    @property
+    def can_draw(self) -> bool:
+        """Return whether logits are what the head computes: drawing would need a cap, a scale or a bias of them."""
+        config = self._decoder.config
+        return config.logit_softcap is None and config.head_scale == 1.0 and self._decoder.logits_bias is None
+
+    def draw(self, logits: Tensor, drawing: Drawing, position: int) -> int | None:
+        """Draw the token at a position from its logits (V,) float32; None where no token may come there."""
+        index = self._span.body.draw(logits, _drawing(drawing), position)[0]
+        return None if index < 0 else index
+
     def covers(self, draft_rows: DraftRows) -> bool:
         """Return whether it can draft with these draft rows: their weights are contiguous and bfloat16."""
         if draft_rows in self._chain_calls:
@@ -161,7 +173,7 @@ class NativeChain:
         return Draft(slots, given, tokens, slot, node, parent, hidden=hidden, entry_layer=draft_rows.exit_layer)
 
     def decide(self, roots: Sequence[ChainRoot], cache: KVCache, ends: Sequence[int] = ()) -> Decided:
-        """Decode the next tokens below each root greedily with the whole model: several steps of plain decoding.
+        """Decode the next tokens below each root with the whole model: several steps of plain decoding.
 
         Args:
             roots: last committed token of each sequence; as many tokens are decoded below it as its limit says.
@@ -190,7 +202,7 @@ class NativeChain:
         plan: ChainPlan,
         ends: Sequence[int] = (),
     ) -> Decided:
-        """Draft and verify several times for one greedy sequence.
+        """Draft and verify several times for one sequence.
 
         Args:
             root: last committed token of the sequence, with the largest number of guesses in a chain.
@@ -217,7 +229,7 @@ class NativeChain:
         plan: ChainPlan,
         ends: Sequence[int] = (),
     ) -> tuple[Decided, Tensor]:
-        """Draft with stream rows or heads and verify, several times, for one greedy sequence.
+        """Draft with stream rows or heads and verify, several times, for one sequence.
 
         Args:
             root: last committed token of the sequence, with the largest depth of a guess.
@@ -355,7 +367,9 @@ class NativeChain:
         """Set the roots of a call, what their slots wear, and the addresses of a cache in which no position reaches
         ``positions``; return what the call points into besides.
         """
-        slots, tokens, limits = zip(*roots, strict=True)
+        slots, tokens, limits, drawings = zip(*roots, strict=True)
+        if None not in drawings:
+            call.drawings = (CDrawing * len(roots))(*map(_drawing, drawings))
         tables = [layer.positions(positions, torch.bfloat16) for layer in self._span.rotating]
         numbers = c_int64 * len(roots)
         call.keys, call.values, call.places = self._span.addresses(cache)
@@ -439,6 +453,11 @@ class NativeChain:
                 *(CDeepRead(r.layer, r.gain.data_ptr(), query.struct, output.struct) for r, query, output in reads)
             )
         return _ChainCall(call, plan, feedback, kept)
+
+
+def _drawing(drawing: Drawing) -> CDrawing:
+    key = (drawing.key + 2**63) % 2**64 - 2**63  # the same bits, signed
+    return CDrawing(key, 1 / drawing.temperature, drawing.top_p)
 
 
 def _worn(cache: KVCache, slots: Sequence[int]) -> tuple[LowRankDeltas, ...]:

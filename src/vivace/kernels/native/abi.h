@@ -305,6 +305,24 @@ struct DeepRead {
     Matrix query, output;  // (H D, E) and (E, H D)
 };
 
+// How the tokens of a text are drawn (drawing.h): its key, one over the temperature, and the probability that the likeliest
+// tokens must reach to be all that may be drawn.
+struct Drawing {
+    int64_t key;
+    float scale, top_p;
+};
+
+// A row of logits and the noise that decides which token is drawn (draw.h).
+struct Perturbed {
+    const void* logits;   // (count,) numbers of the body, or float32 where `is_float`
+    const int64_t* ids;   // (count,) token of each; null: in order
+    int64_t count, is_float, key, position;
+    float scale;
+    float* scores;        // (count,) written: logit * scale + noise
+    int64_t index;        // written: of the largest score, -1 where there is none
+    float best, second, top;  // written: the two largest scores and the largest logit
+};
+
 // Chains of draft tokens below the last committed token (the root) of each sequence (chain.h).
 struct Chain {
     Matrix head;
@@ -326,6 +344,7 @@ struct Chain {
     const int64_t* ids;  // (head.out,) token of each output of the head; null: the outputs are all tokens, in order
     int64_t *tokens, *slots, *nodes, *parents;    // written for each row; sequences + the sum of limits at most
     bf16* hidden;                                 // (rows, E) residuals at the exit layer; null where not wanted
+    const Drawing* drawings;                      // (sequences,) how tokens are drawn; null: they are the likeliest
     int64_t exit_layer, sequences, is_fed, num_deltas, num_worn, num_ropes, num_offsets, num_reads, num_ends;
     float embedding_scale, min_confidence;  // a guess less likely than the latter is its chain's last; 0: never
     float softcap, certain;  // of logits, 0: none; capping keeps the order of logits whose size is below the latter

@@ -3,6 +3,7 @@
 // Everything is in an unnamed namespace and nothing of the standard library is used, because an inline function that
 // was compiled for this instruction set could otherwise be linked into files for older processors.
 #pragma once
+#include "draw.h"
 #include "layers.h"
 #if !defined(VIVACE_FLOAT32)
 #include "neurons.h"
@@ -76,6 +77,7 @@ void attention_item(const void* context, int64_t, int64_t item) {
 }
 
 constexpr Body BODY{linear_item, gated_item, greedy_item, screened_item, activate_item, norm_item, attention_item,
-                    span_item, quantise_item, likeliest, rotate, neurons_item, sizeof(bf16)};
+                    span_item, quantise_item, likeliest, rotate, perturb, masses,
+                    neurons_item, sizeof(bf16)};
 
 }  // namespace

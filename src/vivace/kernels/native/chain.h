@@ -6,6 +6,7 @@
 // draft row's residual at the exit layer, times a scale. Without draft rows the head reads the rows' own residuals;
 // with the exit at the top that is plain decoding of several tokens in one call.
 #pragma once
+#include "drawing.h"
 #include "rows.h"
 
 namespace {
@@ -27,7 +28,9 @@ public:
             sums_.reset(new float[chain.sequences * queries]);
             verified_.resize(chain.sequences);
         }
-        if (chain.min_confidence > 0) logits_.reset(new bf16[chain.sequences * chain.head.out]);
+        for (int64_t i = 0; chain.drawings != nullptr && i < chain.sequences; ++i)
+            draws_.emplace_back(worker.body, chain.drawings[i]);
+        if (chain.min_confidence > 0 || chain.drawings != nullptr) logits_.reset(new bf16[chain.sequences * chain.head.out]);
         rows_.make_room(plan, call(most, chain.sequences));
     }
 
@@ -145,8 +148,14 @@ private:
         else worker_.linear(head);
         for (int64_t i = 0; i < count; ++i) {
             bool is_sure = true;
-            if (logits_ != nullptr) {
-                const bf16* logits = logits_.get() + i * chain_.head.out;
+            const bf16* logits = logits_ == nullptr ? nullptr : logits_.get() + i * chain_.head.out;
+            if (!draws_.empty()) {
+                const int64_t sequence = sequence_[growing[i]], position = chain_.length[sequence] + depth + 1;
+                const Drawn drawn = draws_[sequence].draw(logits, false, chain_.head.out, chain_.ids, position);
+                if (decides() && drawn.index < 0) continue;  // no token may come: the caller says why
+                tokens[i] = std::max<int64_t>(drawn.index, 0);
+                is_sure = 1 - std::exp(-drawn.margin) >= chain_.min_confidence;
+            } else if (logits_ != nullptr) {
                 is_sure = worker_.body.likeliest(logits, chain_.head.out, chain_.softcap, &tokens[i]) >=
                           chain_.min_confidence;
             }
@@ -170,6 +179,7 @@ private:
     std::unique_ptr<bf16[]> logits_, q_, a_, x_;
     std::unique_ptr<float[]> sums_;
     std::vector<int64_t> which_, verified_;
+    std::vector<Draws> draws_;   // of each sequence, where tokens are drawn
     std::vector<Delta> deltas_;  // of calls with draft rows: what every row wears, and theirs
 };
 

@@ -239,6 +239,14 @@ EXPORT void vivace_greedy(int64_t body, int64_t threads, const Linear* linear, i
     }
 }
 
+// Draws the token at a position from a row of float32 logits; returns its index, -1 where no token may come.
+EXPORT int64_t vivace_draw(int64_t body, const float* logits, int64_t count, const int64_t* ids, const Drawing* how,
+                           int64_t position, float* margin) {
+    const Drawn drawn = Draws(*body_of(body), *how).draw(logits, true, count, ids, position);
+    *margin = drawn.margin;
+    return drawn.index;
+}
+
 EXPORT void vivace_activate(int64_t body, const Activated* activated) { body_of(body)->activate(activated, 0, 0); }
 
 EXPORT void vivace_neurons(int64_t body, int64_t threads, const Neurons* neurons) {

@@ -148,6 +148,8 @@ struct Body {
     void (*quantise)(const void*, int64_t, int64_t);
     float (*likeliest)(const bf16*, int64_t, float, int64_t*);
     void (*rotate)(bf16*, const bf16*, const bf16*, int64_t);
+    void (*perturb)(Perturbed*);
+    void (*masses)(const Perturbed*, float, float*, float*);
     void (*neurons)(const void*, int64_t, int64_t);
     int64_t number_bytes;  // of the numbers that its tensors hold
 };

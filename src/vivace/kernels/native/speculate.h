@@ -1,4 +1,4 @@
-// Several steps of self-speculation in one call, for one greedy sequence: draft tokens below the root with a chain, with
+// Several steps of self-speculation in one call, for one sequence: draft tokens below the root with a chain, with
 // stream rows or with heads, verify all rows with the whole model, keep the rows on the path that the model takes itself,
 // and continue from its end. decode/session.py does the same step by step; decode/verify.py proves that the text is plain
 // decoding's.
@@ -22,6 +22,10 @@ public:
         x_.reset(new bf16[most * plan.width]);
         for (auto* rows : {&tokens_, &slots_, &nodes_, &parents_, &chosen_}) rows->resize(most);
         logits_.resize(most);
+        if (chain.drawings != nullptr) {
+            draws_.emplace(worker.body, chain.drawings[0]);
+            scores_.reset(new bf16[most * into_.head.out]);
+        }
         if (into_.has_feedback) offsets_.reset(new bf16[into_.feedback.out]);
         rows_.make_room(plan, call(0, plan.num_layers, most));
         given_.tokens = tokens_.data(), given_.slots = slots_.data();
@@ -43,7 +47,7 @@ public:
             into_.kept[step] = kept, into_.guessed[step] = tree_.size() - 1;
             std::copy(tree_.depth.begin() + 1, tree_.depth.end(), into_.depths + step * into_.most);
             done += kept, length_ += kept, root_ = chosen_[last];
-            if (is_end(chain_, tree_.tokens[last]) || !is_certain(chain_, logits_[last])) return step + 1;
+            if (root_ < 0 || is_end(chain_, tree_.tokens[last]) || !is_certain(chain_, logits_[last])) return step + 1;
             if (into_.has_feedback) set_offsets(into_.hidden + (done - 1) * plan_.width);
         }
         return step;
@@ -101,7 +105,8 @@ private:
         if (streams_ && streams_->rides()) streams_->ride(tree_, length_);
         else worker_.span(plan_, call(start, plan_.num_layers, rows));
         worker_.norm(plan_, chain_.final_norm, rows_.out.get(), x_.get(), rows);
-        worker_.greedy({into_.head, x_.get(), nullptr, nullptr, rows}, chosen_.data(), logits_.data());
+        if (draws_) worker_.linear({into_.head, x_.get(), nullptr, scores_.get(), rows});
+        else worker_.greedy({into_.head, x_.get(), nullptr, nullptr, rows}, chosen_.data(), logits_.data());
         const std::vector<int64_t> path = accepted();
         const int64_t kept = (int64_t)path.size();
         for (int64_t i = 0; i < kept; ++i) {
@@ -115,13 +120,23 @@ private:
         return path;
     }
 
+    // Chooses the token after a row of the path, where it is drawn; tokens after other rows are never asked for.
+    void choose(int64_t row) {
+        if (!draws_) return;
+        const int64_t position = length_ + tree_.depth[row] + 1;
+        chosen_[row] = draws_->draw(scores_.get() + row * into_.head.out, false, into_.head.out, nullptr, position).index;
+    }
+
     // The rows from the root down, each the model's choice after the one above.
-    std::vector<int64_t> accepted() const {
+    std::vector<int64_t> accepted() {
         std::vector<int64_t> path{0};
+        choose(0);
         for (int64_t row = 1; row < tree_.size(); ++row) {  // parents stand before their children, level by level
             const int64_t last = path.back();
-            if (tree_.parent[row] == last && tree_.tokens[row] == chosen_[last] && is_certain(chain_, logits_[last]))
+            if (tree_.parent[row] == last && tree_.tokens[row] == chosen_[last] && is_certain(chain_, logits_[last])) {
                 path.push_back(row);
+                choose(row);
+            }
         }
         return path;
     }
@@ -147,6 +162,8 @@ private:
     Rows rows_;
     std::optional<StreamRun> streams_;
     std::optional<HeadRun> heads_;
+    std::optional<Draws> draws_;  // where tokens are drawn
+    std::unique_ptr<bf16[]> scores_;  // logits of the rows, where tokens are drawn
     Tree tree_;
     int64_t root_ = 0, length_ = 0, limit_ = 0;
     std::unique_ptr<bf16[]> x_, offsets_;

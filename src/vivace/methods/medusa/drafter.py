@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.draft_head import DraftHead
-from vivace.core.draft_rows import ChainPlan, ChainRoot, HeadRows
+from vivace.core.draft_rows import ChainPlan, HeadRows
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
 from vivace.core.trained import Trained
@@ -162,7 +162,7 @@ class MedusaState(Forgetful):
         if found is None or drafts is None:
             return None
         limit, plan = drafts
-        root, left = ChainRoot(slot, found.pending[slot], limit), (self._kept[slot], None)
+        root, left = found.root(slot, limit), (self._kept[slot], None)
         decide = lambda: found.chain.follow(root, head_rows, left, context.cache, plan, context.ends)[0]  # noqa: E731
         return budget.timed(context, decide)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.draft_head import DraftHead
-from vivace.core.draft_rows import ChainPlan, ChainRoot
+from vivace.core.draft_rows import ChainPlan
 from vivace.core.model import Decoder
 from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.multi_step import StepBudget, deciding
@@ -110,7 +110,7 @@ class StreamState(Forgetful):
         if found is None or drafts is None:
             return None
         limit, plan = drafts
-        root, left = ChainRoot(slot, found.pending[slot], limit), (self._kept[slot], self._final.get(slot))
+        root, left = found.root(slot, limit), (self._kept[slot], self._final.get(slot))
 
         def decide() -> Decided:
             decided, left_now = found.chain.follow(root, stream_rows, left, context.cache, plan, context.ends)
