@@ -32,7 +32,7 @@ class ChainRoot(NamedTuple):
     limit: int
     """Largest number of tokens below it."""
     drawing: Drawing | None = None
-    """How tokens are drawn, guesses too; None takes the likeliest. All roots of a call have one, or none has."""
+    """How tokens are drawn, guesses too; None takes the likeliest."""
 
 
 class ChainPlan(NamedTuple):

@@ -34,7 +34,7 @@ class Deciding(NamedTuple):
     pending: dict[int, int]
     """The one token of each slot that is not stored yet."""
     drawings: Mapping[int, Drawing]
-    """How the tokens of each slot are drawn; empty where all take the likeliest."""
+    """How the tokens of each slot are drawn; one that is not there takes the likeliest."""
 
     def root(self, slot: int, limit: int) -> ChainRoot:
         """Return the pending token of a slot, with at most ``limit`` tokens below it."""
@@ -53,14 +53,13 @@ def deciding(model: Decoder, context: Context) -> Deciding | None:
     """Return what may decode all sequences of a step; None where the session has to verify each step.
 
     The session verifies where no native code runs the model, where it allows no steps in one call, where logits are
-    processed, where some slots take the likeliest tokens and others draw, and where a slot has more than one token that
-    is not stored yet.
+    processed, and where a slot has more than one token that is not stored yet.
     """
     chain = native_chain(model, context)
     if chain is None or context.steps_per_call == 0:
         return None
     drawings = drawings_of(chain, context)
-    if not drawings and not context.distribution.is_greedy(context.slots):
+    if not context.distribution.is_greedy([slot for slot in context.slots if slot not in drawings]):
         return None
     lengths = context.cache.lengths
     if any(len(context.tokens[slot]) != lengths[slot] + 1 for slot in context.slots):
@@ -69,8 +68,8 @@ def deciding(model: Decoder, context: Context) -> Deciding | None:
 
 
 def drawings_of(chain: Chain, context: Context) -> Mapping[int, Drawing]:
-    """Return how native code draws the tokens of every slot; empty where it cannot do so for all of them."""
-    return context.drawings if chain.can_draw and set(context.slots) <= set(context.drawings) else {}
+    """Return how native code draws the tokens of slots; it cannot for a slot that is not there."""
+    return context.drawings if chain.can_draw else {}
 
 
 class StepBudget:

@@ -225,8 +225,8 @@ class ShallowState(Forgetful):
     def _at_once(self, context: Context) -> Draft | None:
         """Draft a chain below every slot in one native call; return None where that is not possible.
 
-        Where all requests sample from their logits, guesses are drawn with the noise that verification draws with;
-        else they are the likeliest tokens, also for requests that sample.
+        Guesses of a request that samples from its logits are drawn with the noise that verification draws with; those
+        of others are the likeliest tokens.
         """
         cache, native = context.cache, self._native(context)
         if native is None:

@@ -368,7 +368,7 @@ class NativeChain:
         ``positions``; return what the call points into besides.
         """
         slots, tokens, limits, drawings = zip(*roots, strict=True)
-        if None not in drawings:
+        if any(drawings):
             call.drawings = (CDrawing * len(roots))(*map(_drawing, drawings))
         tables = [layer.positions(positions, torch.bfloat16) for layer in self._span.rotating]
         numbers = c_int64 * len(roots)
@@ -455,7 +455,9 @@ class NativeChain:
         return _ChainCall(call, plan, feedback, kept)
 
 
-def _drawing(drawing: Drawing) -> CDrawing:
+def _drawing(drawing: Drawing | None) -> CDrawing:
+    if drawing is None:
+        return CDrawing()
     key = (drawing.key + 2**63) % 2**64 - 2**63  # the same bits, signed
     return CDrawing(key, 1 / drawing.temperature, drawing.top_p)
 

@@ -305,8 +305,8 @@ struct DeepRead {
     Matrix query, output;  // (H D, E) and (E, H D)
 };
 
-// How the tokens of a text are drawn (drawing.h): its key, one over the temperature, and the probability that the likeliest
-// tokens must reach to be all that may be drawn.
+// How the tokens of a text are drawn (drawing.h): its key, one over the temperature (0: the likeliest token is taken), and
+// the probability that the likeliest tokens must reach to be all that may be drawn.
 struct Drawing {
     int64_t key;
     float scale, top_p;

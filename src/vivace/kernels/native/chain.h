@@ -52,6 +52,8 @@ private:
     bool is_alone() const { return chain_.scale == nullptr; }
     bool decides() const { return is_alone() && chain_.hidden != nullptr && chain_.exit_layer == plan_.num_layers; }
 
+    bool draws(int64_t sequence) const { return chain_.drawings != nullptr && chain_.drawings[sequence].scale > 0; }
+
     int64_t add_row(int64_t sequence, int64_t token, int64_t node, int64_t parent, bool is_sure = true) {
         const int64_t row = num_rows_++;
         chain_.tokens[row] = token, chain_.slots[row] = chain_.slot[sequence];
@@ -149,8 +151,9 @@ private:
         for (int64_t i = 0; i < count; ++i) {
             bool is_sure = true;
             const bf16* logits = logits_ == nullptr ? nullptr : logits_.get() + i * chain_.head.out;
-            if (!draws_.empty()) {
-                const int64_t sequence = sequence_[growing[i]], position = chain_.length[sequence] + depth + 1;
+            const int64_t sequence = sequence_[growing[i]];
+            if (draws(sequence)) {
+                const int64_t position = chain_.length[sequence] + depth + 1;
                 const Drawn drawn = draws_[sequence].draw(logits, false, chain_.head.out, chain_.ids, position);
                 if (decides() && drawn.index < 0) continue;  // no token may come: the caller says why
                 tokens[i] = std::max<int64_t>(drawn.index, 0);
@@ -164,7 +167,7 @@ private:
             // The caller reads this token from the last residual: no row for it.
             if (decides() && (ends || !is_certain(chain_, values[i]))) continue;
             is_sure = is_sure && !ends;
-            children.push_back(add_row(sequence_[growing[i]], tokens[i], depth + 1, growing[i], is_sure));
+            children.push_back(add_row(sequence, tokens[i], depth + 1, growing[i], is_sure));
         }
         return children;
     }
