@@ -64,7 +64,7 @@ GUESSES = 4
 """Guesses of a draft, the same for all."""
 SHARED = (
     *("loop.minutes=null", "loop.warmup_steps=10", "loop.evaluate_steps=100000", "loop.autocast=true"),
-    *("tokens_per_batch=512", "held_back=16"),
+    *("loop.accumulate=1", "tokens_per_batch=512", "held_back=16"),
 )
 LONGEST = 512
 """Tokens of a row."""

@@ -77,6 +77,7 @@ VOCABULARY = 8192
 SHARED = (
     "loop.clock=processor",
     "loop.autocast=true",
+    "loop.accumulate=1",
     "loop.warmup_steps=10",
     "loop.evaluate_steps=100000",
     "loop.snapshot_s=60",

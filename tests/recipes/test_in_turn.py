@@ -29,7 +29,7 @@ from vivace.train.report import Lines
 from vivace.train.resume import read_state
 
 SAME = (
-    *("loop.minutes=null", "loop.steps=6", "loop.warmup_steps=2", "loop.autocast=true"),
+    *("loop.minutes=null", "loop.steps=6", "loop.warmup_steps=2", "loop.autocast=true", "loop.accumulate=1"),
     *("tokens_per_batch=96", "longest=24", "held_back=8"),
 )
 CHANGES = {
@@ -184,10 +184,11 @@ def bad() -> Iterator[tuple[str, Callable[[Path], dict[Path, FrozenRecipe]], typ
         ConfigError,
     )
     clock = ("loop.steps=null", "loop.minutes=1")
+    yield "accumulate=1", lambda out: {out / "a": recipe("medusa", "loop.accumulate=2")}, ConfigError
     yield "clock=processor", lambda out: {out / "a": recipe("medusa", *clock)}, ConfigError
 
 
-@pytest.mark.parametrize(("message", "recipes", "error"), list(bad()), ids=["seeds", "arithmetic", "clock"])
+@pytest.mark.parametrize(("message", "recipes", "error"), list(bad()), ids=["seeds", "arithmetic", "batches", "clock"])
 def test_what_cannot_take_turns_is_refused(
     message: str,
     recipes: Callable[[Path], dict[Path, FrozenRecipe]],

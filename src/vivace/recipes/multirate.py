@@ -31,7 +31,7 @@ class MultirateRecipe(FrozenRecipe):
     """Exit layers that are tried for ``find_steps`` steps each, in turn; what promises most (``exit_search.py``)
     is trained on. Empty trains ``adapter.exit_layer``."""
     find_steps: int = 40
-    """Optimiser steps for each exit layer that is tried, before the loop's own."""
+    """Optimiser steps, of one batch each, for every exit layer that is tried, before the loop's own."""
     loss: MultirateLoss = field(default_factory=MultirateLoss)
     plan: DraftPlan = field(default_factory=DraftPlan)
     """Shape of the draft that decoding makes, saved with the weights. Where it names a size of the draft vocabulary,

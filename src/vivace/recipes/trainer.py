@@ -87,6 +87,8 @@ def train_in_turn(
     }
     if len(alike) > 1:
         raise ConfigError("trainings in turn need the same seed, tokens_per_batch, longest, held_back and autocast")
+    if any(one.loop.accumulate > 1 for one in recipes.values()):
+        raise ConfigError("trainings in turn learn from one batch a step: set loop.accumulate=1")
     base, begun, trainings = base_hash(engine.folder), list[tuple[Path, Trainable]](), []
     for out, recipe in recipes.items():
         context = TrainContext.of(recipe, engine, [], out, report(out), answers)
