@@ -231,9 +231,20 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     }
     return {
         **{"provenance": origin, "kernels": base.kernels.name, "threads": torch.get_num_threads()},
+        **({} if given.answers is None else {"answers": _counted(given.answers)}),
         "exits": json.loads((runs / EXITS).read_text(encoding="utf-8")),
         **{"tokens": given.max_new_tokens, "model": base.folder.name, "trainings": training},
         **{"adapters": {name: _config(folder)["plan"] for name, folder in rounded.items()}, "report": report},
+    }
+
+
+def _counted(answers: Path) -> dict[str, int]:
+    """Return how many answers a file has, how many of them are to prompts that were given, and their tokens."""
+    rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    return {
+        "answers": len(rows),
+        "given": sum(row["draw"] is None for row in rows),
+        "tokens": sum(row["tokens"] for row in rows),
     }
 
 
@@ -250,10 +261,17 @@ def tables(folder: Path) -> str:
         busy = max(part["others_cpu_share"] or 0 for part in found)
         minutes = max(facts["minutes"] for facts in written["trainings"].values())
         rounding = "by GPTQ" if written["adapters"] else "one by one"
+        text = "answers to prompts that the model drew"
+        if (answers := written.get("answers")) is not None:
+            text = (
+                f"{answers['answers']:,} answers of {answers['tokens']:,} tokens, {answers['given']:,} of them to "
+                "prompts of other rows of the same sets (no conversations, no documents), the others to prompts that "
+                "the model drew"
+            )
         parts.append(
             f"**{written['model']}**, greedy, batch 1, {found[0]['num_prompts']} prompts of each category, up to "
-            f"{written['tokens']} tokens; trained for {minutes:.1f} minutes of a processor each; `quantized` rounded "
-            f"{rounding} (`{path.stem}.json`). "
+            f"{written['tokens']} tokens; trained for {minutes:.1f} minutes of a processor each on {text}; `quantized` "
+            f"rounded {rounding} (`{path.stem}.json`). "
             f"{captions.machine(written['provenance'], written['kernels'], written['threads'])}"
             + captions.others({"others_cpu_share": busy})
             + f". {different} texts differ from plain decoding's."
