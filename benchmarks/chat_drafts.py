@@ -19,7 +19,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -145,7 +145,8 @@ def answered(engine: Engine, rows: Sequence[Prompt], tokens: int) -> list[Benchm
         if isinstance(row.request, str) and not engine.tokenizer.has_template:
             found.append(BenchmarkPrompt(row.request, tuple(engine.tokenizer.encode_prompt(row.request))))
             continue
-        messages = row.request if not isinstance(row.request, str) else [{"role": "user", "content": row.request}]
+        asked = [{"role": "user", "content": row.request}] if isinstance(row.request, str) else row.request
+        messages = cast("list[Message]", asked)
         said: list[Message] = []
         for message in messages:
             if said:
