@@ -14,7 +14,7 @@ import vivace
 import vivace.batch.run as runs
 from tests.test_encoder_decoders import SEARCH, SOURCES, make
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.checkpoint.load import least_bytes
+from vivace.checkpoint.load import least_bytes, read_config
 from vivace.cli.app import run
 from vivace.engine.execution import Execution
 from vivace.engine.sources import choose_sources
@@ -89,15 +89,15 @@ def test_a_batch_does_not_go_on_with_the_other(
 
 def test_auto_takes_states_where_memory_is_too_little(folder: Path) -> None:
     plain, rounding = (Execution.of("auto", weights, "auto", "auto", ()) for weights in ("bf16", "int8"))
-    least = least_bytes(folder)
-    tight = choose_sources("auto", folder, plain, limit=least + (64 << 10), kv="same")
+    least, raw = least_bytes(folder), read_config(folder)
+    tight = choose_sources("auto", folder, raw, plain, limit=least + (64 << 10), kv="same")
     assert tight.name == "el"
     assert "are left beside the weights; states of the source take" in tight.reason
-    wide = choose_sources("auto", folder, plain, limit=least + (64 << 20), kv="same")
+    wide = choose_sources("auto", folder, raw, plain, limit=least + (64 << 20), kv="same")
     assert (wide.name, "are left beside the weights" in wide.reason) == ("shared", True)
-    assert choose_sources("auto", folder, plain, limit=None, kv="same").reason == "no limit of memory was given"
+    assert choose_sources("auto", folder, raw, plain, limit=None, kv="same").reason == "no limit of memory was given"
     least = least_bytes(folder, weights="int8")
-    rounded = choose_sources("auto", folder, rounding, limit=least + (64 << 10), kv="same")
+    rounded = choose_sources("auto", folder, raw, rounding, limit=least + (64 << 10), kv="same")
     assert rounded.name == "shared"
     assert "but EL-attention is not for this model: with int8 weights" in rounded.reason
 

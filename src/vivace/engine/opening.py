@@ -125,12 +125,12 @@ def load(
     ranks = parallel if isinstance(parallel, SharedLoading) else None
     execution = Execution.of(kernels, weights, dtype, device, ignore_config_keys)
     folder = _find(path)
-    read_config(folder, execution.ignored)
+    raw = read_config(folder, execution.ignored)
     loras, folders = by_kind(adapters)
     if adapter_memory is not None and not loras:
         raise ConfigError("adapter_memory has no effect without a LoRA among adapters; leave it out")
     budget = MemoryBudget(None if memory is None else parse_bytes(memory))
-    sources = choose_sources(attention, folder, execution, kv=kv, limit=budget.limit_bytes)
+    sources = choose_sources(attention, folder, raw, execution, kv=kv, limit=budget.limit_bytes)
     own = folder / OWN_DRAFT if (folder / OWN_DRAFT / "config.json").is_file() else None
     smaller = own if draft_model is None else draft_model
     if is_store(folder):

@@ -6,14 +6,15 @@ source of a usual length.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
 from vivace.checkpoint.families import translate
-from vivace.checkpoint.load import choose_dtype, least_bytes, read_config
+from vivace.checkpoint.load import choose_dtype, least_bytes
 from vivace.checkpoint.quantized.settings import dtype_of
 from vivace.core.cache import slot_bytes, specs_of
 from vivace.core.config import ModelConfig
@@ -38,12 +39,15 @@ class SourceChoice:
     """Why; empty where there was nothing to choose."""
 
 
-def choose_sources(asked: str, folder: Path, execution: Execution, *, kv: str, limit: int | None) -> SourceChoice:
+def choose_sources(
+    asked: str, folder: Path, raw: Mapping[str, Any], execution: Execution, *, kv: str, limit: int | None
+) -> SourceChoice:
     """Choose what is kept of sources, before a checkpoint is read.
 
     Args:
         asked: one of ``NAMES``.
         folder: of the checkpoint.
+        raw: its configuration.
         execution: how it is to run.
         kv: format of keys and values.
         limit: bytes of memory; None for no limit.
@@ -56,8 +60,7 @@ def choose_sources(asked: str, folder: Path, execution: Execution, *, kv: str, l
         raise ConfigError(f"attention is {asked!r}, one of {', '.join(NAMES)} is needed{nearest(asked, NAMES)}")
     if asked == "shared":
         return SourceChoice("shared", "asked for")
-    dtype, weights, ignored = execution.dtype, execution.weights, execution.ignored
-    raw = read_config(folder, ignored)
+    dtype, weights = execution.dtype, execution.weights
     config = translate(raw)
     obstacle = _obstacle(config, weights, kv)
     if asked == "el":
@@ -69,7 +72,9 @@ def choose_sources(asked: str, folder: Path, execution: Execution, *, kv: str, l
     if limit is None:
         return SourceChoice("shared", "no limit of memory was given")
     kind = choose_dtype(dtype, dtype_of(raw) or "bfloat16", torch.device("cpu"))
-    return _by_room(config, kind, limit - least_bytes(folder, dtype, weights, ignored), obstacle, is_int8=kv == "int8")
+    return _by_room(
+        config, kind, limit - least_bytes(folder, dtype, weights, execution.ignored), obstacle, is_int8=kv == "int8"
+    )
 
 
 def _by_room(
