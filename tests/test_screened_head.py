@@ -89,7 +89,7 @@ def test_it_is_refused_where_it_cannot_be(checkpoint: Path, how: dict[str, str],
 
 
 def test_quantized_drafts_share_its_codes(checkpoint: Path) -> None:
-    from vivace.core.cpu.span import quantized_copy
+    from vivace.core.cpu.quantized import quantized_copy
 
     engine = vivace.load(checkpoint, **NATIVE)
     screen = screen_of(engine)

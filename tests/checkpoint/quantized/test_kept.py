@@ -13,7 +13,7 @@ from tests.checkpoint.gguf.families import make, write_file
 from tests.checkpoint.quantized.models import write
 from vivace.checkpoint.load import least_bytes, load_decoder
 from vivace.core.cpu.low_bit import LowBitLinear
-from vivace.core.cpu.span import quantized_copy
+from vivace.core.cpu.quantized import quantized_copy
 from vivace.kernels.choice import choose
 from vivace.kernels.grid_codes import GridCodes
 from vivace.kernels.low_bit import LowBit

@@ -10,7 +10,6 @@ only rows with low-rank deltas may differ in the last bit, since one by one the 
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from ctypes import c_void_p, pointer
@@ -24,11 +23,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.packed import NativeNorm, PackedFeedForward, PackedMixture
+from vivace.core.cpu.quantized import quantized_copy, tell_rounding
 from vivace.core.low_rank import FixedFactors, LowRankDeltas
 from vivace.core.moe import ResidentExperts
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
-from vivace.kernels.grid_codes import GridCodes
 from vivace.kernels.library import (
     ACTIVATIONS,
     FORMATS,
@@ -44,17 +43,11 @@ from vivace.kernels.library import (
     CPlaces,
     CPlan,
 )
-from vivace.kernels.low_bit import LowBit, Weights, quantise
+from vivace.kernels.low_bit import LowBit, Weights
 from vivace.kernels.native import MAX_GROUP, Matrix, NativeBody, pack
-from vivace.kernels.palette import IntPalette, Palette
 
 if TYPE_CHECKING:
     from vivace.core.model import Decoder, Layer
-
-log = logging.getLogger(__name__)
-
-SLOW_WEIGHTS = 2**24
-"""Number of weights whose rounding takes long enough to be said (about a second on one core)."""
 
 Pointers = ctypes.Array[c_void_p]
 
@@ -112,7 +105,9 @@ class NativeSpan:
             for (layer, name), copy in (made or {}).items()
             if copy.format == weights and (part := _part(self._layers[layer], name)) is not None
         }
-        self._tell(start, stop, weights, known)
+        found = {id(part): part for layer in self._layers[start:stop] for part in layer.modules()}
+        fresh = [part for key, part in found.items() if key not in known]
+        tell_rounding(f"layers {start} to {stop - 1}", fresh, weights)
 
         def matrix(part: object) -> CMatrix:
             copied = quantized_copy(part, weights, known.get(id(part)))
@@ -126,16 +121,6 @@ class NativeSpan:
         ]
         plan.layers = (CLayer * len(layers))(*layers)
         return plan, kept
-
-    def _tell(self, start: int, stop: int, weights: Weights, known: Mapping[int, LowBit]) -> None:
-        """Log that layers start..stop-1 are rounded now, which takes seconds for a large model."""
-        found = {id(part): part for layer in self._layers[start:stop] for part in layer.modules()}
-        matrices = [getattr(part, "matrix", None) for key, part in found.items() if key not in known]
-        count = sum(m.in_width * m.out_width for m in matrices if isinstance(m, Matrix) and _has_more_bits(m, weights))
-        level = logging.INFO if count >= SLOW_WEIGHTS else logging.DEBUG
-        log.log(
-            level, "rounding %s weights of layers %d to %d to %s for drafts", f"{count:,}", start, stop - 1, weights
-        )
 
     @staticmethod
     def of(decoder: Decoder, body: NativeBody) -> NativeSpan | None:
@@ -458,30 +443,6 @@ def matrix_of(part: object) -> CMatrix:
     assert isinstance(part, nn.Module)
     assert isinstance(part.matrix, Matrix)
     return part.matrix.struct
-
-
-def quantized_copy(part: object, weights: Weights, made: LowBit | None = None) -> Matrix:
-    """Return a quantized copy of a packed projection's matrix, or the matrix itself where it has few bits already.
-
-    A copy that was ``made`` before is taken as it is.
-    """
-    assert isinstance(part, nn.Module)
-    matrix = part.matrix
-    assert isinstance(matrix, Matrix)
-    if made is not None:
-        return Matrix(made, matrix.bias, matrix.in_width, matrix.out_width)
-    if weights == "bf16" or not _has_more_bits(matrix, weights):
-        return matrix
-    if weights == "int8" and matrix.screen is not None:  # the screen is that copy
-        return Matrix(matrix.screen.codes, matrix.bias, matrix.in_width, matrix.out_width)
-    return Matrix(quantise(matrix.rows_of_weights(), weights), matrix.bias, matrix.in_width, matrix.out_width)
-
-
-def _has_more_bits(matrix: Matrix, weights: Weights) -> bool:
-    """Return whether a matrix takes more memory than a copy in a format; a file's codes may take no more."""
-    if isinstance(matrix.weight, LowBit | Palette | IntPalette):
-        return False
-    return not (isinstance(matrix.weight, GridCodes) and (matrix.weight.format == "grid4" or weights == "int8"))
 
 
 def gain_of(norm: nn.Module | None) -> CGain:
