@@ -141,5 +141,5 @@ def test_a_model_without_an_encoder_is_refused(decoder: Path, capsys: pytest.Cap
 
 
 def test_a_wrong_name_is_one_line(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="attention is 'eel', one of auto, shared, el is needed"):
+    with pytest.raises(ConfigError, match="attention is 'eel'; did you mean 'el'"):
         vivace.load(folder, attention="eel")

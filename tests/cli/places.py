@@ -59,6 +59,8 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _broken_copies(place, tiny)
     rows = [{"prompt": f"say {word}", "reference": word} for word in ("one", "two", "three", "four") * 4]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    letters = [{"prompt": letter, "reference": letter} for letter in "abcdefg"]
+    (place / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in letters))
     (place / "broken.jsonl").write_text('{"prompt": "fine"}\n{"prompt": \n')
     (place / "misspelt.jsonl").write_text('{"promt": "fine"}\n')
     (place / "asked.jsonl").write_text(

@@ -15,7 +15,21 @@ FAILED = VivaceError.exit_code
 LONG = "oak " * 400
 GENERATE = ("generate", "Hello", "--model", "tiny")
 WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
-    "missing checkpoint": (("generate", "Hi", "--model", "nowhere"), FAILED, "no checkpoint directory nowhere"),
+    "missing checkpoint": (
+        ("generate", "Hi", "--model", "nowhere"),
+        FAILED,
+        "directory nowhere; give a folder, a .gguf",
+    ),
+    "a folder for a checkpoint": (
+        ("generate", "Hi", "--model", "begun"),
+        FAILED,
+        "begun has no config.json; a checkpoint is a directory with config.json and safetensors weights",
+    ),
+    "a folder for an adapter": (
+        (*GENERATE, "--adapter", "begun"),
+        FAILED,
+        "begun has no config.json; an adapter is a folder that vivace train wrote, or a LoRA of PEFT's",
+    ),
     "a file for a checkpoint": (("generate", "Hi", "--model", "rows.jsonl"), FAILED, "is a file; a checkpoint is a"),
     "a configuration without weights": (("generate", "Hi", "--model", "config-only"), FAILED, "no model.safetensors"),
     "half a configuration": (("generate", "Hi", "--model", "half-json"), FAILED, "not readable JSON"),
@@ -298,6 +312,11 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         ("train", "guard", "--model", "tiny", "--answers", "begun/run/own.jsonl"),
         USAGE,
         "guard learns from --data",
+    ),
+    "a guard of texts instead of categories": (
+        ("train", "guard", "--model", "tiny", "--data", "letters.jsonl"),
+        USAGE,
+        "and 2 other references",
     ),
     "a dry run of a whole decoder": (
         ("train", "scratch.yaml", "--out", "out", "--data", "rows.jsonl", "--dry-run"),

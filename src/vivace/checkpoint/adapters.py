@@ -148,6 +148,11 @@ def load_adapter(folder: str | Path, expected_base_hash: str | None = None) -> t
     place = Path(folder)
     if not place.is_dir():
         raise NotFoundError(f"there is no adapter directory {place}")
+    if not (place / CONFIG).is_file():
+        raise NotFoundError(
+            f"{place} has no {CONFIG}; an adapter is a folder that vivace train wrote, or a LoRA of PEFT's "
+            "(adapter_config.json)"
+        )
     found = read_json(place / CONFIG)
     if missing := sorted({"kind", "base_hash", "plan", "config"} - set(found)):
         raise CorruptError(f"{place / CONFIG} lacks {', '.join(missing)}; it is not an adapter's configuration")

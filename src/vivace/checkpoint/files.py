@@ -70,7 +70,9 @@ def resolve(path: str | Path) -> Path:
     if (PACKAGED / folder / "config.json").is_file() and len(folder.parts) == 1:
         return PACKAGED / folder
     if not _is_hub_id(str(path)):
-        raise NotFoundError(f"there is no checkpoint directory {path}")
+        raise NotFoundError(
+            f"there is no checkpoint directory {path}; give a folder, a .gguf file, or a name on the Hub (OWNER/NAME)"
+        )
     return _from_hub(str(path))
 
 

@@ -31,7 +31,7 @@ from vivace.core.cpu.backend import num_bytes
 from vivace.core.cross import Sources
 from vivace.core.model import Decoder
 from vivace.core.parts import DenseParts, Parts
-from vivace.errors import ConfigError, MismatchError, UnsupportedError
+from vivace.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError
 from vivace.kernels.coded import Coded, RowCodes, stacked
 from vivace.kernels.grid_codes import grid_rows
 from vivace.kernels.low_bit import Weights
@@ -45,7 +45,12 @@ def read_config(path: str | Path, ignored: Sequence[str] = ()) -> dict[str, Any]
         UnsupportedError: a family or setting is not supported; only where keys are ignored.
         ConfigError: a key cannot be ignored, as it is read or is not there.
     """
-    raw = read_json(resolve(path) / "config.json")
+    folder = resolve(path)
+    if not (folder / "config.json").is_file():
+        raise NotFoundError(
+            f"{folder} has no config.json; a checkpoint is a directory with config.json and safetensors weights"
+        )
+    raw = read_json(folder / "config.json")
     if not ignored:
         return raw
     translate(raw, ignored)

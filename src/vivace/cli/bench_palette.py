@@ -42,7 +42,7 @@ def palette(
     names = split_names(modes)
     for name in names:
         if name not in MODES:
-            raise ConfigError(f"--modes {name!r} is none of {', '.join(MODES)}{nearest(name, MODES)}")
+            raise ConfigError(f"--modes names {name!r}{nearest(name, MODES)}")
     found = []
     for rows in (None, 16):
         for name in names:

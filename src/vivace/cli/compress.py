@@ -92,7 +92,7 @@ def _one_of(flag: str, value: str, known: tuple[str, ...]) -> None:
     from vivace.errors import nearest
 
     if value not in known:
-        raise ConfigError(f"{flag} is {', '.join(known)}, found {value!r}{nearest(value, known)}")
+        raise ConfigError(f"{flag} is {value!r}{nearest(value, known)}")
 
 
 def _facts(made: Compressed, config: CompressConfig) -> dict[str, object]:

@@ -88,8 +88,8 @@ def tune(
     if floor is not None:
         raise ConfigError(f"--floor has no effect on {method}; leave it out, or tune lazy")
     if method not in tuned_methods():
-        others = f"{', '.join(tuned_methods())} has, or a prefill: {', '.join(PRUNING)}"
-        raise ConfigError(f"{method!r} has no draft to tune; one of {others}")
+        others = f"{', '.join(tuned_methods())}, or a prefill: {', '.join(PRUNING)}"
+        raise ConfigError(f"{method!r} has no draft to tune; choose from {others}")
     if method == "draft" and keep:
         raise ConfigError("a draft model keeps no plan; give --no-keep, and --num-draft-tokens where it is used")
     engine = open_engine(model, [method], load)
@@ -110,7 +110,7 @@ def tune(
             asked,
             max_new_tokens=max_new_tokens,
             batch_size=batch,
-            on_round=lambda plans, prompts: console.note(f"{plans} drafts play on {prompts} prompts"),
+            on_round=lambda plans, prompts: console.note(f"measuring {plans} drafts on {prompts} prompts"),
         )
 
     trials = measured(candidates_of(engine, method, longest))

@@ -57,7 +57,7 @@ def choose_sources(
         UnsupportedError: the model, or what else was asked for, allows no EL-attention.
     """
     if asked not in NAMES:
-        raise ConfigError(f"attention is {asked!r}, one of {', '.join(NAMES)} is needed{nearest(asked, NAMES)}")
+        raise ConfigError(f"attention is {asked!r}{nearest(asked, NAMES)}")
     if asked == "shared":
         return SourceChoice("shared", "asked for")
     dtype, weights = execution.dtype, execution.weights

@@ -59,7 +59,7 @@ class CompressConfig:
         if self.bits is not None and self.bits not in (*BITS, 8):
             raise ConfigError(f"--bits {self.bits} is not possible; palettes have 2, 3 or 4, and 8 are integers")
         if self.method not in METHODS:
-            raise ConfigError(f"--method is {', '.join(METHODS)}, found {self.method!r}{nearest(self.method, METHODS)}")
+            raise ConfigError(f"--method is {self.method!r}{nearest(self.method, METHODS)}")
 
     @property
     def needs_text(self) -> str | None:

@@ -26,6 +26,8 @@ from vivace.errors import ConfigError, UnsupportedError
 from vivace.prompts import Prompt
 from vivace.train.report import Report
 
+SHOWN = 5
+"""Number of references that a message lists."""
 OK = "ok"
 """The reference of a row that is allowed."""
 
@@ -89,9 +91,11 @@ def learn_guard(
     texts, names = _labelled(recipe, engine, prompts)
     categories = tuple(sorted(set(names) - {OK}))
     if not categories or OK not in names:
+        counts = [f"{count} of {name}" for name, count in Counter(names).most_common(SHOWN)]
+        more = len(set(names)) - len(counts)
         raise ConfigError(
             f"a guard learns from rows of a category (their reference) and from allowed ones (reference {OK!r} or "
-            f"none); found {', '.join(f'{count} of {name}' for name, count in Counter(names).items()) or 'none'}"
+            f"none); found {', '.join(counts) or 'none'}{f' and {more} other references' if more else ''}"
         )
     features = read_features(engine, texts, recipe.tokens_per_batch, report)
     held = _held_back(names, recipe)
