@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
-from vivace.core.cpu.quantized import quantized_copy, tell_rounding
+from vivace.core.cpu.quantized import quantized_copy, quantized_head
 from vivace.core.cpu.span import MixtureSpan, NativeSpan, gain_of, matrix_of, pointers
 from vivace.core.draft_rows import ChainPlan, ChainRoot, DeepRead, DraftRows, HeadRows, StreamRows
 from vivace.core.draws import Drawing
@@ -415,12 +415,8 @@ class NativeChain:
         """Return the head that guesses in a format; the decoder's own has eight bits where others have four."""
         chosen = drafting.head
         if chosen is None or chosen.module is None:  # with four bits the whole head guesses other tokens
-            part, ids, weights = self._decoder.lm_head, None, "bf16" if weights == "bf16" else "int8"
-        else:
-            part, ids = chosen.module, chosen.ids
-        if weights != "bf16":
-            tell_rounding("the head", [part], weights)
-        return _Guessing(quantized_copy(part, weights), ids)
+            return _Guessing(quantized_head(self._decoder.lm_head, "bf16" if weights == "bf16" else "int8"), None)
+        return _Guessing(quantized_head(chosen.module, weights), chosen.ids)
 
     def _call(self, exit_layer: int, draft_rows: DraftRows | None, drafting: ChainPlan) -> _ChainCall:
         """Make the constant part of a call of chains below an exit layer; None lets the rows guess themselves."""

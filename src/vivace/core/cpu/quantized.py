@@ -38,6 +38,13 @@ def quantized_copy(part: object, weights: Weights, made: LowBit | None = None) -
     return Matrix(quantise(matrix.rows_of_weights(), weights), matrix.bias, matrix.in_width, matrix.out_width)
 
 
+def quantized_head(part: object, weights: Weights) -> Matrix:
+    """Return a quantized copy of a head for guesses, and log that it is made if it has many weights."""
+    if weights != "bf16":
+        tell_rounding("the head", [part], weights)
+    return quantized_copy(part, weights)
+
+
 def tell_rounding(what: str, parts: Iterable[object], weights: Weights) -> None:
     """Log that copies of these packed projections are made now, which takes seconds if they have many weights."""
     matrices = [matrix for part in parts if isinstance(matrix := getattr(part, "matrix", None), Matrix)]
