@@ -20,14 +20,22 @@ from transformers import BartConfig, BartForConditionalGeneration, PreTrainedTok
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 VOCAB = 50265
+LONGEST = 1024
+"""Tokens that the encoder has positions for."""
 
 
 def articles_of(path: Path, count: int) -> list[str]:
     """Return the texts of the first lines of a file."""
     opener = partial(gzip.open, mode="rt") if path.suffix == ".gz" else open
     with opener(path, encoding="utf-8") as lines:
-        rows = [json.loads(line) for line, _ in zip(lines, range(count), strict=False)]
+        rows = [json.loads(str(line)) for line, _ in zip(lines, range(count), strict=False)]
     return [str(row.get("article") or row["prompt"]) for row in rows]
+
+
+def cut(text: str, splitter: pre_tokenizers.Whitespace) -> str:
+    """Return the beginning of a text that BART's encoder can read."""
+    words = splitter.pre_tokenize_str(text)[:LONGEST]
+    return text[: words[-1][1][1]]
 
 
 def main() -> None:
@@ -37,8 +45,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--count", type=int, default=16)
     given = parser.parse_args()
-    texts = articles_of(given.articles, given.count)
     splitter = pre_tokenizers.Whitespace()
+    texts = [cut(text, splitter) for text in articles_of(given.articles, given.count)]
     words = Counter(word for text in texts for word, _ in splitter.pre_tokenize_str(text))
     known = [*SPECIAL, *(word for word, _ in words.most_common(VOCAB - len(SPECIAL)))]
     known += [f"<filler-{place}>" for place in range(VOCAB - len(known))]
@@ -46,7 +54,7 @@ def main() -> None:
     inner.pre_tokenizer = splitter
     named = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     folder = given.out / "model"
-    PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=1024, **named).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=LONGEST, **named).save_pretrained(folder)
     torch.manual_seed(0)
     config = BartConfig(forced_eos_token_id=None)  # the defaults are those of BART-large
     model = BartForConditionalGeneration(config).to(torch.bfloat16)

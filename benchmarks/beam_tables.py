@@ -25,6 +25,13 @@ HEADER = (
 )
 
 
+ABLATION = (
+    *("with", "ms an input", "faster", "sources take"),
+    *("largest batch in 2 GiB", "in 4 GiB", "in 8 GiB"),
+    "texts unlike the first row's",
+)
+
+
 def tables(folder: Path) -> str:
     """Return a heading and a table for each file of speeds."""
     parts: list[str] = []
@@ -32,6 +39,32 @@ def tables(folder: Path) -> str:
         report = json.loads(path.read_text(encoding="utf-8"))
         parts += [_heading(path, report), table(HEADER, _rows(report))]
     return "\n\n".join(parts) if parts else "No result is committed yet."
+
+
+def ablation(folder: Path) -> str:
+    """Return a heading and a table for each file that ``benchmarks.beam_ablation`` wrote."""
+    parts: list[str] = []
+    for path in sorted(folder.glob("ablation-*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        s = report["setting"]
+        machine = captions.machine(report["provenance"], s["kernels"], s["threads"])
+        parts += [
+            f"**{s['model']}** in {s['dtype']}, from text to text: {s['num_prompts']} sources, {s['batch']} at once, "
+            f"{s['num_beams']} beams, at most {s['max_new_tokens']} new tokens, no {s['no_repeat_ngram_size']}-gram "
+            f"twice, pipeline with {s['workers']} processes, median of {s['repeats']}: {machine}; "
+            f"`benchmarks/results/beams/{path.name}`.",
+            table(ABLATION, [_part(one, report["rows"][0], s["num_prompts"]) for one in report["rows"]]),
+        ]
+    return "\n\n".join(parts) if parts else "No result is committed yet."
+
+
+def _part(one: dict[str, Any], first: dict[str, Any], count: int) -> tuple[str, ...]:
+    batches = (f"{fits:,}" if fits else "-" for fits in one["largest_batch"].values())
+    speed = f"{first['ms_per_input'] / one['ms_per_input']:.2f}x"
+    return (
+        *(one["label"], f"{one['ms_per_input']:,.0f}", speed, format_bytes(one["cross_cache_bytes"]), *batches),
+        f"{one['num_different']} of {count}",
+    )
 
 
 def _heading(path: Path, report: dict[str, Any]) -> str:

@@ -173,7 +173,10 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "peers": prefill_peers.tables(RESULTS / "prefill" / "peers"),
             "server": prompt_beside_streams.tables(RESULTS / "prefill" / "server"),
         },
-        techniques / "beams.md": {"speed": beam_tables.tables(RESULTS / "beams")},
+        techniques / "beams.md": {
+            "speed": beam_tables.tables(RESULTS / "beams"),
+            "ablation": beam_tables.ablation(RESULTS / "beams"),
+        },
         techniques / "adapters.md": {
             "speed": adapter_table.tables(RESULTS / "adapters"),
             "swaps": guard_table.swaps(RESULTS / "guard"),
