@@ -4,8 +4,8 @@ MODEL is an encoder-decoder, PROMPTS a ``.jsonl`` file of sources. Every row of 
 to text, in one dtype, and has all that the rows above it have, in the order of FastSeq's table (Yan et al. 2021,
 arXiv:2106.04718): transformers as it is; sources and beginnings kept once for all beams, on PyTorch's modules; native
 kernels; n-grams barred in one pass over all windows, where transformers has a dictionary of Python for each text;
-``vivace batch``, which sorts prompts by length and, with ``--workers``, tokenizes in processes of their own (their start,
-seconds that a short file does not win back, is counted); the encoder's states in the place of keys and values
+``vivace batch``, which sorts prompts by length and, with ``--workers``, tokenizes in processes of their own (their
+start, seconds that a short file does not win back, is counted); the encoder's states in the place of keys and values
 (EL-attention). Rows take turns, repeat by repeat.
 
 The largest batch is computed, not tried: what is left of so much memory beside the weights, over the bytes of the
@@ -80,11 +80,13 @@ class Setting:
 def stock(engine: Engine, dtype: str, setting: Setting) -> Part:
     """Return transformers: every beam has a copy of its source's keys and values, and of its text's."""
     tokenizer, search, c = engine.tokenizer, setting.search, engine.model.config
-    model = TransformersBeams(engine.folder, dtype, True, search, tokenizer.eos_ids)
+    model = TransformersBeams(engine.folder, dtype, True, tokenizer.eos_ids)
 
     def answer(texts: Sequence[str]) -> list[str]:
         found = [
-            one for batch in setting.batches(texts) for one in model([tokenizer.encode_prompt(text) for text in batch])
+            one
+            for batch in setting.batches(texts)
+            for one in model([tokenizer.encode_prompt(text) for text in batch], search)
         ]
         return [tokenizer.decode(list(tokens)) for tokens in found]
 

@@ -14,7 +14,7 @@ from vivace.evaluate.ctranslate2 import Search
 class TransformersBeams:
     """``model.generate`` of transformers."""
 
-    def __init__(self, folder: Path, dtype: str, reads_sources: bool, search: Search, ends: Sequence[int]) -> None:
+    def __init__(self, folder: Path, dtype: str, reads_sources: bool, ends: Sequence[int]) -> None:
         """Load a checkpoint in a dtype; ``reads_sources`` says that it has an encoder, ``ends`` its end tokens."""
         import transformers
 
@@ -24,14 +24,13 @@ class TransformersBeams:
         pad = self.model.generation_config.pad_token_id
         self.pad = int(next(iter(ends)) if pad is None else pad)
         self.settings: Mapping[str, Any] = {
-            **search._asdict(),
             "do_sample": False,
             "eos_token_id": list(ends),
             "pad_token_id": self.pad,
         }
 
     @torch.inference_mode()
-    def __call__(self, batch: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    def __call__(self, batch: Sequence[Sequence[int]], search: Search) -> list[tuple[int, ...]]:
         """Return the best text of each prompt, end token excluded."""
         longest = max(map(len, batch))
         left = not self.reads_sources
@@ -39,7 +38,7 @@ class TransformersBeams:
         ids = [[*pads, *prompt] if left else [*prompt, *pads] for pads, prompt in zip(padding, batch, strict=True)]
         real = [[0] * len(pads) + [1] * len(prompt) for pads, prompt in zip(padding, batch, strict=True)]
         mask = torch.tensor(real if left else [row[::-1] for row in real])
-        found = self.model.generate(torch.tensor(ids), attention_mask=mask, **self.settings)
+        found = self.model.generate(torch.tensor(ids), attention_mask=mask, **search._asdict(), **self.settings)
         return [self._cut(row) for row in found[:, longest if left else 1 :].tolist()]
 
     def _cut(self, row: Sequence[int]) -> tuple[int, ...]:

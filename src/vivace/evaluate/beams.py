@@ -1,7 +1,7 @@
 """Beam search measured: this engine, transformers and CTranslate2 on the same ids, threads and settings, in turns.
 
 Every system answers all prompts in batches; systems take turns, repeat by repeat, so that what else the machine does
-hits all of them, and medians are reported. transformers runs in the dtype that was faster on the first batch. Texts are
+hits all of them, and medians are reported. transformers runs in the dtype that was faster on two prompts. Texts are
 compared with those of this engine, token by token.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -26,8 +25,10 @@ from vivace.evaluate.ctranslate2 import KINDS, CTranslate2, Search
 from vivace.evaluate.memory import peak_memory, resident_memory
 
 Texts = list[tuple[int, ...]]
-System = Callable[[Sequence[Sequence[int]]], Texts]
+System = Callable[[Sequence[Sequence[int]], Search], Texts]
 """Answers a batch of prompts, each given and answered in token ids without an end token."""
+SHORT = 8
+"""New tokens of what runs before the clock starts: first calls, and the choice of a dtype for transformers."""
 OURS = "vivace"
 CPU = torch.device("cpu")
 EL = "el"
@@ -113,24 +114,26 @@ def measure_beams(
         DependencyError: a peer is not installed.
     """
     check_peers(peers)
+    few = min(SHORT, search.max_new_tokens)
+    short = search._replace(max_new_tokens=few, min_new_tokens=min(few, search.min_new_tokens))
     torch.set_num_threads(num_threads)
     batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
     engine = engines[OURS]
     rows = [BeamRow(OURS, _name(engine.model.dtype))]
-    systems: list[System] = [_Ours(engine, search)]
+    systems: list[System] = [_Ours(engine)]
     for name in peers:
         system: System
         if name == EL:
-            system, dtype = _Ours(engines[EL], search), _name(engines[EL].model.dtype)
+            system, dtype = _Ours(engines[EL]), _name(engines[EL].model.dtype)
         elif name == "transformers":
-            system, dtype = _transformers(engine, batches[0], search)
+            system, dtype = _transformers(engine, batches[0], short)
         else:
             converted = CTranslate2(engine.folder, engine.tokenizer, name, num_threads=num_threads)
-            system, dtype = partial(converted.answer, search=search), KINDS[name]
+            system, dtype = converted.answer, KINDS[name]
         systems.append(system)
         rows.append(BeamRow(name, dtype))
     for system in systems:
-        system(batches[0])
+        system(batches[0][:1], short)
         if isinstance(system, _Ours):
             system.parts_s = dict.fromkeys(PARTS, 0.0)
     answers: list[Texts] = [[] for _ in systems]
@@ -138,7 +141,7 @@ def measure_beams(
         for place, (row, system) in enumerate(zip(rows, systems, strict=True)):
             before, started = resident_memory(), time.perf_counter()
             with peak_memory(CPU) as peak:
-                answers[place] = [text for batch in batches for text in system(batch)]
+                answers[place] = [text for batch in batches for text in system(batch, search)]
             row.seconds.append(time.perf_counter() - started)
             if before is not None and peak.num_bytes is not None:
                 row.peak_bytes = max(row.peak_bytes or 0, peak.num_bytes - before)
@@ -180,23 +183,19 @@ def _count(row: BeamRow, texts: Texts, ours: Texts, batch_size: int) -> None:
 class _Ours:
     """This engine, batch by batch, with what its sources take."""
 
-    def __init__(self, engine: Searching, search: Search) -> None:
+    def __init__(self, engine: Searching) -> None:
         self.engine = engine
-        self.settings: dict[str, Any] = {
-            "num_beams": search.num_beams,
-            "max_new_tokens": search.max_new_tokens,
-            "min_new_tokens": search.min_new_tokens,
-            "length_penalty": search.length_penalty if search.num_beams > 1 else None,
-            "no_repeat_ngram_size": search.no_repeat_ngram_size,
-        }
         self.cross_cache_bytes = 0
         """Most that a batch's sources took, counted in whole blocks of the cache."""
         self.parts_s = dict.fromkeys(PARTS, 0.0)
         """Seconds by part."""
 
-    def __call__(self, batch: Sequence[Sequence[int]]) -> Texts:
+    def __call__(self, batch: Sequence[Sequence[int]], search: Search) -> Texts:
+        settings: dict[str, Any] = search._asdict()
+        if search.num_beams == 1:
+            settings["length_penalty"] = None
         started = time.perf_counter()
-        results = self.engine.generate([list(prompt) for prompt in batch], batch_size=len(batch), **self.settings)
+        results = self.engine.generate([list(prompt) for prompt in batch], batch_size=len(batch), **settings)
         self._divide(time.perf_counter() - started, [result.stats for result in results])
         if self.engine.model.encoder is not None:
             taken = sum(self.engine.model.source_bytes(len(prompt)) for prompt in batch)
@@ -225,15 +224,13 @@ def _repeated_bytes(engine: Searching, batches: Sequence[Sequence[Sequence[int]]
 
 
 def _transformers(engine: Searching, batch: Sequence[Sequence[int]], search: Search) -> tuple[System, str]:
-    """Return transformers in the dtype that answers a batch faster, and its name."""
+    """Return transformers in the dtype that answers the first prompts of a batch faster, and its name."""
     tried: dict[str, tuple[float, System]] = {}
     for dtype in ("float32", "bfloat16"):
-        system = TransformersBeams(
-            engine.folder, dtype, engine.model.encoder is not None, search, engine.tokenizer.eos_ids
-        )
-        system(batch[:1])
+        system = TransformersBeams(engine.folder, dtype, engine.model.encoder is not None, engine.tokenizer.eos_ids)
+        system(batch[:1], search)
         started = time.perf_counter()
-        system(batch)
+        system(batch[:2], search)
         tried[dtype] = time.perf_counter() - started, system
     best = min(tried, key=lambda dtype: tried[dtype][0])
     return tried[best][1], best
