@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,11 +20,26 @@ from vivace.prefill.table import PREFILLS
 from vivace.prompts import load_prompts
 
 if TYPE_CHECKING:
+    from vivace.engine import Engine
+    from vivace.evaluate.benchmark import BenchmarkPrompt
     from vivace.methods.spec import Plan
     from vivace.tuning import TunedPlan
 
 PRUNING = [spec.name for spec in PREFILLS.values() if spec.keep is not None]
 """Ways of reading whose schedules are searched."""
+
+
+@dataclass(frozen=True)
+class DraftFlags:
+    """Flags that say which drafts are tried, and how."""
+
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2)] = 64
+    longest: Annotated[int, typer.Option(help="Longest draft that is tried.", min=1)] = 8
+    batch: Annotated[int, typer.Option(help="Prompts decoded together.", min=1)] = 1
+    answers: Annotated[
+        Path | None,
+        typer.Option(help="A file of the model's answers, to make the draft vocabulary from.", metavar="FILE"),
+    ] = None
 
 
 @options.grouped
@@ -39,13 +54,7 @@ def tune(
     model: options.Model = None,
     prompts: Prompts = "e2e",
     limit: Limit = 48,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.", min=2)] = 64,
-    longest: Annotated[int, typer.Option(help="Longest draft that is tried.", min=1)] = 8,
-    batch: Annotated[int, typer.Option(help="Prompts decoded together.", min=1)] = 1,
-    answers: Annotated[
-        Path | None,
-        typer.Option(help="A file of the model's answers, to make the draft vocabulary from.", metavar="FILE"),
-    ] = None,
+    drafts: DraftFlags,
     floor: Annotated[
         float | None,
         typer.Option(
@@ -62,45 +71,57 @@ def tune(
     as_json: options.AsJson = False,
 ) -> None:
     """Measure drafts of many shapes against plain decoding; the fastest becomes the adapter's plan."""
-    from vivace.tuning import (
-        FINALISTS,
-        candidates_of,
-        keep_plan,
-        search,
-        tuned_methods,
-        vocabulary_candidates,
-        write_vocabulary,
-    )
-
     if method in PRUNING:
-        if answers is not None or (max_new_tokens, longest, batch) != (64, 8, 1):
+        if drafts != DraftFlags():
             raise ConfigError(f"{method} reads prompts: leave out --answers, --max-new-tokens, --longest and --batch")
         engine = open_engine(model, (), load)
         rows = read_prompts(prompts, limit)
         tune_lazy(engine, rows, 0.99 if floor is None else floor, name=method, keep=keep, as_json=as_json)
-        return
-    if method == RUNAHEAD:
+    elif method == RUNAHEAD:
         texts = [str(row.request) for row in read_prompts(prompts, None)]
         tune_runahead(model, lengths or "1k,2k,4k", texts, load, ranks, keep=keep, as_json=as_json)
-        return
-    if lengths is not None or ranks != options.ParallelFlags():
-        raise ConfigError(f"--lengths and flags of ranks have no effect on {method}; leave them out, or tune runahead")
-    if floor is not None:
-        raise ConfigError(f"--floor has no effect on {method}; leave it out, or tune lazy")
+    else:
+        if lengths is not None or ranks != options.ParallelFlags():
+            raise ConfigError(
+                f"--lengths and flags of ranks have no effect on {method}; leave them out, or tune runahead"
+            )
+        if floor is not None:
+            raise ConfigError(f"--floor has no effect on {method}; leave it out, or tune lazy")
+        _check_method(method, keep=keep)
+        engine = open_engine(model, [method], load)
+        if drafts.answers is not None:
+            _write_vocabulary(engine, method, drafts.answers)
+        asked = questions_of(engine, read_prompts(prompts, limit), raw=False)
+        _tune_drafts(engine, method, asked, drafts, keep=keep, as_json=as_json)
+
+
+def _check_method(method: str, *, keep: bool) -> None:
+    """Refuse a method whose drafts have no shape, or none that could be kept."""
+    from vivace.tuning import tuned_methods
+
     if method not in tuned_methods():
         others = f"{', '.join(tuned_methods())}, or a prefill: {', '.join(PRUNING)}"
         raise ConfigError(f"{method!r} has no draft to tune; choose from {others}")
     if method == "draft" and keep:
         raise ConfigError("a draft model keeps no plan; give --no-keep, and --num-draft-tokens where it is used")
-    engine = open_engine(model, [method], load)
-    if answers is not None:
-        texts = [text for row in load_prompts(answers) for text in row.references]
-        if not texts:
-            raise ConfigError(f'{answers} has no row with a "reference", whose tokens could be counted')
-        console.note(
-            f"wrote the tokens of {len(texts)} answers, by frequency, to {write_vocabulary(engine, method, texts)}"
-        )
-    asked = questions_of(engine, read_prompts(prompts, limit), raw=False)
+
+
+def _write_vocabulary(engine: Engine, method: str, answers: Path) -> None:
+    """Make the draft vocabulary of a method from the answers in a prompt file."""
+    from vivace.tuning import write_vocabulary
+
+    texts = [text for row in load_prompts(answers) for text in row.references]
+    if not texts:
+        raise ConfigError(f'{answers} has no row with a "reference", whose tokens could be counted')
+    place = write_vocabulary(engine, method, texts)
+    console.note(f"wrote the tokens of {len(texts)} answers, by frequency, to {place}")
+
+
+def _tune_drafts(
+    engine: Engine, method: str, asked: Sequence[BenchmarkPrompt], flags: DraftFlags, *, keep: bool, as_json: bool
+) -> None:
+    """Measure the drafts of a method, then the best ones with smaller vocabularies; print them and keep the winner."""
+    from vivace.tuning import FINALISTS, candidates_of, keep_plan, search, vocabulary_candidates
 
     def measured(plans: Sequence[Plan]) -> list[TunedPlan]:
         return search(
@@ -108,19 +129,19 @@ def tune(
             method,
             plans,
             asked,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch,
+            max_new_tokens=flags.max_new_tokens,
+            batch_size=flags.batch,
             on_round=lambda plans, prompts: console.note(f"measuring {plans} drafts on {prompts} prompts"),
         )
 
-    trials = measured(candidates_of(engine, method, longest))
+    trials = measured(candidates_of(engine, method, flags.longest))
     if sized := vocabulary_candidates(engine, method, [trial.plan for trial in trials[:FINALISTS]]):
         trials = [*measured(sized), *trials[FINALISTS:]]
-    best = trials[0]
     if as_json:
         console.json({"method": method, "kernels": engine.kernels.name, "trials": [asdict(trial) for trial in trials]})
     else:
         _print(trials)
+    best = trials[0]
     if not keep:
         return
     if best.run.speedup <= 1:
