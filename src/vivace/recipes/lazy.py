@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,34 +99,14 @@ def learn(
         "answers read the prompt with heads " + ", ".join(f"{head} of layer {layer}" for layer, head in teachers)
     )
     pairs = [(lesson, target_of(lesson, teachers, recipe.window)) for lesson in lessons]
-    pairs_of: list[tuple[Lesson, torch.Tensor]] = [(lesson, want) for lesson, want in pairs if want is not None]
-    train = [pair for place, pair in enumerate(pairs_of) if place % HELD_BACK]
-    held = [pair for place, pair in enumerate(pairs_of) if place % HELD_BACK == 0]
-    if len(train) < 2:
-        raise ConfigError(f"{len(pairs_of)} of the prompts have an answer that reads them; give more prompts")
-    found, maps, heads = list[Learnt](), dict[int, Maps](), list[HeadsBelow]()
-    for point in range(1, num_asked + 1):
-        asked, wanted = [lesson.asked[point - 1] for lesson, _ in train], [want for _, want in train]
-        chosen, _ = choose_heads(asked, wanted, KEEP, recipe.window)
-        if not chosen:
-            continue
-        masses = [lesson.asked[point - 1][chosen].float().sum(0) for lesson, _ in held]
-        heads.append(HeadsBelow(point, tuple(chosen)))
-        found.append(Learnt("heads", point, _mean_share(masses, [want for _, want in held], recipe.window)))
+    pupil = _Pupil.of(recipe, [(lesson, want) for lesson, want in pairs if want is not None])
+    heads, found = pupil.choose(range(1, num_asked + 1))
+    maps = dict[int, Maps]()
     for done, point in enumerate(points):
-        left = None if ends is None else time.monotonic() + (ends - time.monotonic()) / (len(points) - done)
-        maps[point] = teach(
-            [lesson.hidden[point] for lesson, _ in train],
-            [want for _, want in train],
-            rank=recipe.rank,
-            window=recipe.window,
-            steps=recipe.steps,
-            seed=recipe.seed,
-            stop=lambda left=left: left is not None and time.monotonic() > left,  # type: ignore[misc]
-        )
-        masses = [maps[point].masses(lesson.hidden[point], recipe.window) for lesson, _ in held]
-        found.append(Learnt("taught", point, _mean_share(masses, [want for _, want in held], recipe.window)))
-        report.note(f"taught behind layer {point}: {KEEP:.0%} of the tokens keep {found[-1].share:.0%} of what is read")
+        stop = None if ends is None else time.monotonic() + (ends - time.monotonic()) / (len(points) - done)
+        maps[point], share = pupil.teach(point, stop)
+        found.append(Learnt("taught", point, share))
+        report.note(f"taught behind layer {point}: {KEEP:.0%} of the tokens keep {share:.0%} of what is read")
     found.sort(key=lambda each: (-each.share, each.point))
     best = max((each for each in found if each.score == "taught"), key=lambda each: each.share)
     config = LazyConfig(recipe.window, recipe.rank, tuple(points), tuple(heads))
@@ -170,6 +150,62 @@ def _lessons(
             "needed, such as those of: vivace data multidoc SRC OUT"
         )
     return lessons
+
+
+Pair = tuple[Lesson, torch.Tensor]
+"""A prompt as the model read it, and how much its answer read of each token."""
+
+
+@dataclass(frozen=True)
+class _Pupil:
+    """Learns scores on some prompts and measures them on others."""
+
+    recipe: LazyRecipe
+    train: Sequence[Pair]
+    held: Sequence[Pair]
+
+    @staticmethod
+    def of(recipe: LazyRecipe, pairs: Sequence[Pair]) -> _Pupil:
+        """Hold back every fifth prompt.
+
+        Raises:
+            ConfigError: fewer than two are left.
+        """
+        train = [pair for place, pair in enumerate(pairs) if place % HELD_BACK]
+        if len(train) < 2:
+            raise ConfigError(f"{len(pairs)} of the prompts have an answer that reads them; give more prompts")
+        return _Pupil(recipe, train, pairs[::HELD_BACK])
+
+    def choose(self, points: Iterable[int]) -> tuple[list[HeadsBelow], list[Learnt]]:
+        """Choose heads below each layer whose attention shows what answers read; return them, and how good they are."""
+        heads, found = list[HeadsBelow](), list[Learnt]()
+        wanted = [want for _, want in self.train]
+        for point in points:
+            asked = [lesson.asked[point - 1] for lesson, _ in self.train]
+            chosen, _ = choose_heads(asked, wanted, KEEP, self.recipe.window)
+            if chosen:
+                masses = [lesson.asked[point - 1][chosen].float().sum(0) for lesson, _ in self.held]
+                heads.append(HeadsBelow(point, tuple(chosen)))
+                found.append(Learnt("heads", point, self._share(masses)))
+        return heads, found
+
+    def teach(self, point: int, stop: float | None) -> tuple[Maps, float]:
+        """Teach maps behind a layer until a point of the monotonic clock; return them, and the share that they keep."""
+        recipe = self.recipe
+        maps = teach(
+            [lesson.hidden[point] for lesson, _ in self.train],
+            [want for _, want in self.train],
+            rank=recipe.rank,
+            window=recipe.window,
+            steps=recipe.steps,
+            seed=recipe.seed,
+            stop=lambda: stop is not None and time.monotonic() > stop,
+        )
+        return maps, self._share([maps.masses(lesson.hidden[point], recipe.window) for lesson, _ in self.held])
+
+    def _share(self, masses: Sequence[torch.Tensor]) -> float:
+        """Return how much of what answers read goes on by these scores, the mean over held-back prompts."""
+        return _mean_share(masses, [want for _, want in self.held], self.recipe.window)
 
 
 def _mean_share(masses: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], window: int) -> float:

@@ -118,15 +118,10 @@ def write_store(
     bundles = arrange(config, shapes, layout, kind.itemsize, is_tiled=is_tiled, weights=weights)
     source = _Source(plan, stored, kind, _check_orders(orders, layout, config))
     with staged(target) as staging:
-        for pattern in COPIED:
-            for path in folder.glob(pattern):
-                if path.name not in (SHARDS, INDEX):
-                    shutil.copyfile(path, staging / path.name)
+        _copy_beside(folder, staging)
         if ignored or is_quantized(raw):
             plain = json.dumps(dense_config(raw), indent=2) + "\n"
             (staging / "config.json").write_text(plain, encoding="utf-8")
-        if (folder / "adapters").is_dir():
-            shutil.copytree(folder / "adapters", staging / "adapters")
         if orders is not None:
             save_orders(staging, orders)
         identity = secrets.token_hex(8)
@@ -134,6 +129,16 @@ def write_store(
         index = to_json(identity, base_hash(folder), layout, kind, num_bytes, bundles, page_sums)
         (staging / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return open_store(target)
+
+
+def _copy_beside(folder: Path, staging: Path) -> None:
+    """Copy what lies beside the weights of a checkpoint: configuration, tokenizer, and adapters."""
+    for pattern in COPIED:
+        for path in folder.glob(pattern):
+            if path.name not in (SHARDS, INDEX):
+                shutil.copyfile(path, staging / path.name)
+    if (folder / "adapters").is_dir():
+        shutil.copytree(folder / "adapters", staging / "adapters")
 
 
 def _is_tiled(kernels: str, layout: Layout, dtype: torch.dtype, *, fits: bool) -> bool:
