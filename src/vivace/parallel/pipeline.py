@@ -11,7 +11,7 @@ on the same kernels and links. In this version every rank reads the whole checkp
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -23,16 +23,16 @@ from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.core.parts import DenseParts
-from vivace.core.seams import Draft, Drafter, Memory, Span, Stateful, TargetPass
+from vivace.core.seams import Drafter, Memory, Span, Stateful
 from vivace.core.step import Step
 from vivace.decode.forward import threads_of
-from vivace.decode.plain import NoMemory
-from vivace.decode.prefill import FULL, PrefillPass, PrefillState, PromptPiece
+from vivace.decode.prefill import PrefillState
 from vivace.kernels.threads import one_pytorch_thread
 from vivace.parallel import passes
 from vivace.parallel.following import Follower
 from vivace.parallel.leading import Leader, LedBackend, LedSpan
 from vivace.parallel.links import MESSAGE
+from vivace.parallel.whole_prompts import WholePrompts
 from vivace.parallel.world import World
 
 KIND = "pipeline"
@@ -176,53 +176,33 @@ class PipelinePrefill:
         return _PipelineState(self, model, cache, chunk)
 
 
-class _PipelineState(NoMemory):
-    """Implements ``PrefillState``."""
+class _PipelineState(WholePrompts):
+    """Reads the prompts of one session in chunks that overlap."""
 
     def __init__(self, prefill: PipelinePrefill, model: Decoder, cache: KVCache, chunk: int) -> None:
+        super().__init__(model, cache, chunk)
         self._prefill = prefill
-        self._model = model
-        self._cache = cache
-        self._chunk = chunk
-        self._alone = FULL.open(model, cache, chunk=chunk)
 
-    def plan(self, slot: int, prompt: Sequence[int], known: int) -> Sequence[PromptPiece]:
-        """Return the whole prompt as one piece, or chunks of it where it has no more than one."""
-        last = len(prompt) - 1
-        if known or last <= self._chunk:
-            return self._alone.plan(slot, prompt, known)
-        return [PromptPiece(0, last, KIND, last)]
+    def is_shared(self, count: int) -> bool:
+        """Return whether there is more than one chunk, so that chunks can follow one another."""
+        return count > self.chunk
 
-    def plan_again(self, first: int, stop: int) -> Sequence[PromptPiece]:
-        """Divide what a request had written."""
-        return self._alone.plan_again(first, stop)
-
-    def read(self, pieces: Mapping[int, PromptPiece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
-        """Read whole prompts one after the other, in chunks that overlap, or one chunk as any pass."""
-        if next(iter(pieces.values())).kind != KIND:
-            return self._alone.read(pieces, prompts)
-        model = self._model
-        for slot, piece in pieces.items():
-            with self._prefill.lock:
-                self._read(slot, prompts[slot][: piece.stop])
-        nobody = torch.empty(0, model.config.width, dtype=model.dtype, device=model.device)
-        work = {slot: model.config.num_layers * piece.stop for slot, piece in pieces.items()}
-        stored = {slot: piece.stop for slot, piece in pieces.items()}
-        draft = Draft.committed_only({}, is_prompt=True, device=model.device)
-        return PrefillPass(draft, TargetPass(nobody, torch.arange(0)), stored, work)
+    def read_together(self, slot: int, tokens: Sequence[int]) -> None:
+        """Send all chunks on their way, and compute this rank's layers of each as it arrives."""
+        with self._prefill.lock:
+            self._read(slot, tokens)
 
     def _read(self, slot: int, tokens: Sequence[int]) -> None:
-        """Send all chunks on their way, and compute this rank's layers of each as it arrives."""
-        model, span = self._model, self._model.backend.span
+        model, span = self.model, self.model.backend.span
         assert isinstance(span, PipelineSpan)
         leader, num_layers = span._pipeline, model.config.num_layers
         is_chunk = len(tokens) > model.backend.rows_up_to
         with leader.turn, nullcontext() if is_chunk else threads_of(model):
             try:
                 waiting = []
-                for first in range(0, len(tokens), self._chunk):
-                    stop = min(first + self._chunk, len(tokens))
-                    step = Step.at(self._cache, [slot] * (stop - first), list(range(first, stop)))
+                for first in range(0, len(tokens), self.chunk):
+                    stop = min(first + self.chunk, len(tokens))
+                    step = Step.at(self.cache, [slot] * (stop - first), list(range(first, stop)))
                     step = replace(step, is_prompt=True, chunk=((slot, 0, stop - first),) if is_chunk else None)
                     h = model.embed(torch.tensor(tokens[first:stop], dtype=torch.int64), step)
                     leader.begin(h, step, 0, num_layers)

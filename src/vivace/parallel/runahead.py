@@ -15,7 +15,7 @@ is the first that is decoded; and layers with a sliding window send only what la
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -23,11 +23,10 @@ import torch
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder, Layer
-from vivace.core.seams import Draft, Drafter, TargetPass
+from vivace.core.seams import Drafter
 from vivace.core.step import Step
 from vivace.decode.forward import threads_of
-from vivace.decode.plain import NoMemory
-from vivace.decode.prefill import FULL, PrefillPass, PrefillState, PromptPiece
+from vivace.decode.prefill import PrefillState
 from vivace.decode.prefix import CHUNK
 from vivace.parallel import passes
 from vivace.parallel.exchange import (
@@ -41,6 +40,7 @@ from vivace.parallel.exchange import (
 from vivace.parallel.measuring import layer_costs, link_speed
 from vivace.parallel.partition import Costs, balanced, even, predicted_s
 from vivace.parallel.partition_table import Table
+from vivace.parallel.whole_prompts import WholePrompts
 from vivace.parallel.world import World
 
 KIND = "runahead"
@@ -140,41 +140,21 @@ class RunaheadPrefill:
                 raise
 
 
-class _RunaheadState(NoMemory):
-    """Implements ``PrefillState``."""
+class _RunaheadState(WholePrompts):
+    """Reads the prompts of one session, each in the way that is asked for or the fastest."""
 
     def __init__(self, prefill: RunaheadPrefill, model: Decoder, cache: KVCache, chunk: int) -> None:
+        super().__init__(model, cache, chunk)
         self._prefill = prefill
-        self._model = model
-        self._cache = cache
-        self._chunk = chunk
-        self._alone = FULL.open(model, cache, chunk=chunk)
 
-    def plan(self, slot: int, prompt: Sequence[int], known: int) -> Sequence[PromptPiece]:
-        """Return the whole prompt as one piece, or chunks of it where it has no more than one."""
-        last = len(prompt) - 1
-        if known or self._prefill.way_for(self._model, last, self._chunk) == ALONE:
-            return self._alone.plan(slot, prompt, known)
-        return [PromptPiece(0, last, KIND, last)]
+    def is_shared(self, count: int) -> bool:
+        """Return whether another way is asked for, or faster, than reading it on this rank alone."""
+        return self._prefill.way_for(self.model, count, self.chunk) != ALONE
 
-    def plan_again(self, first: int, stop: int) -> Sequence[PromptPiece]:
-        """Divide what a request had written; never asked for, as such requests keep their slots."""
-        return self._alone.plan_again(first, stop)
-
-    def read(self, pieces: Mapping[int, PromptPiece], prompts: Mapping[int, Sequence[int]]) -> PrefillPass:
-        """Read whole prompts one after the other with all ranks, or chunks on this rank alone."""
-        if next(iter(pieces.values())).kind != KIND:
-            return self._alone.read(pieces, prompts)
-        model, chunk = self._model, self._chunk
-        num_layers, work = model.config.num_layers, {}
-        for slot, piece in pieces.items():
-            way = self._prefill.way_for(model, piece.stop, chunk)
-            self._prefill.read(model, self._cache, slot, prompts[slot][: piece.stop], chunk, way)
-            work[slot] = num_layers * piece.stop
-        nobody = torch.empty(0, model.config.width, dtype=model.dtype, device=model.device)
-        shown = TargetPass(nobody, torch.arange(0))
-        stored = {slot: piece.stop for slot, piece in pieces.items()}
-        return PrefillPass(Draft.committed_only({}, is_prompt=True, device=model.device), shown, stored, work)
+    def read_together(self, slot: int, tokens: Sequence[int]) -> None:
+        """Fill a slot with the entries of tokens."""
+        way = self._prefill.way_for(self.model, len(tokens), self.chunk)
+        self._prefill.read(self.model, self.cache, slot, tokens, self.chunk, way)
 
 
 class RunaheadFollower:
