@@ -15,8 +15,8 @@ from torch import Tensor
 
 import vivace
 from tests.every_method import make_model
+from tests.prefill.setting import GREEDY, LAYERS, PROMPT, written
 from tests.serve.conftest import local
-from tests.tiny_checkpoints import make_checkpoint
 from vivace.core.cache import KVCache
 from vivace.core.step import Step
 from vivace.decode.session import Session
@@ -25,28 +25,8 @@ from vivace.errors import ConfigError, UnsupportedError
 from vivace.methods.table import METHODS
 from vivace.serve.config import ServeConfig
 
-LAYERS = 6
-PROMPT = [1 + (11 * place + place // 7) % 290 for place in range(301)]
 LAZY: dict[str, Any] = {"prefill": "lazy", "keep": "2:0.5,4:0.4", "min_prompt": 1}
-GREEDY: dict[str, Any] = {"do_sample": False, "ignore_eos": True, "max_new_tokens": 12, "logprobs": True}
-KINDS = [("torch", "float32"), ("torch", "bfloat16"), ("auto", "bfloat16"), ("auto", "float32")]
 LOSSLESS = [name for name, spec in METHODS.items() if spec.lossless and name not in ("auto", "mod")]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), context=512, layers=LAYERS)
-
-
-@pytest.fixture(scope="module", params=KINDS, ids=str)
-def engine(folder: Path, request: pytest.FixtureRequest) -> Engine:
-    kernels, dtype = request.param
-    return vivace.load(folder, kernels=kernels, dtype=dtype)
-
-
-@pytest.fixture(scope="module")
-def exact(folder: Path) -> Engine:
-    return vivace.load(folder, kernels="torch", dtype="float32")
 
 
 def read(engine: Engine, prompt: Sequence[int] = PROMPT, **options: Any) -> Session:
@@ -259,15 +239,7 @@ def test_rows_of_a_batch_prune_by_themselves(engine: Engine) -> None:
     session = Session(engine.model, num_slots=3, capacity=500)
     ids = [session.admit(request) for request in made]
     again = session.admit(made[0])
-    tokens: dict[int, list[int]] = {number: [] for number in [*ids, again]}
-    for count in range(10**6):
-        if session.is_idle:
-            break
-        for emitted in session.step():
-            assert emitted.error is None
-            tokens[emitted.request_id] += emitted.tokens
-        if count == 2:
-            session.cancel(ids[2])
+    tokens = written(session, [*ids, again], cancelled=ids[2])
     for number, result in zip(ids, alone, strict=True):
         if number != ids[2]:
             assert tuple(tokens[number]) == result.token_ids

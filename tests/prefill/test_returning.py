@@ -17,8 +17,8 @@ from torch import Tensor
 
 import vivace
 from tests.core.entries import write_entries
+from tests.prefill.setting import GREEDY, LAYERS, PROMPT
 from tests.serve.conftest import local
-from tests.tiny_checkpoints import make_checkpoint
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.step import Step
@@ -30,27 +30,7 @@ from vivace.prefill import pruned, returning
 from vivace.prefill.scores import by_attention
 from vivace.serve.config import ServeConfig
 
-LAYERS = 6
-PROMPT = [1 + (11 * place + place // 7) % 290 for place in range(301)]
 BACK: dict[str, Any] = {"prefill": "lazy", "keep": "2:0.5,4:0.4", "min_prompt": 1, "decode_keep": "same"}
-GREEDY: dict[str, Any] = {"do_sample": False, "ignore_eos": True, "max_new_tokens": 12, "logprobs": True}
-KINDS = [("torch", "float32"), ("torch", "bfloat16"), ("auto", "bfloat16"), ("auto", "float32")]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), context=512, layers=LAYERS)
-
-
-@pytest.fixture(scope="module", params=KINDS, ids=str)
-def engine(folder: Path, request: pytest.FixtureRequest) -> Engine:
-    kernels, dtype = request.param
-    return vivace.load(folder, kernels=kernels, dtype=dtype)
-
-
-@pytest.fixture(scope="module")
-def exact(folder: Path) -> Engine:
-    return vivace.load(folder, kernels="torch", dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import vivace
 from tests.every_method import make_model
-from tests.prefill.test_pruned import GREEDY, LAYERS, LOSSLESS, PROMPT, Oracle, entries, read
+from tests.prefill.setting import GREEDY, LAYERS, PROMPT, written
+from tests.prefill.test_pruned import LOSSLESS, Oracle, entries, read
 from tests.serve.conftest import local
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.cli.app import run as run_cli
@@ -34,16 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "fastkv": {"prefill": "fastkv", "keep": "3:0.4:0.2", "min_prompt": 1},
     "specprefill": {"prefill": "specprefill", "keep": "3:0.4", "min_prompt": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), context=512, layers=LAYERS)
-
-
-@pytest.fixture(scope="module")
-def exact(folder: Path) -> Engine:
-    return vivace.load(folder, kernels="torch", dtype="float32")
 
 
 @pytest.fixture(scope="module", params=["torch", "auto"])
@@ -272,15 +263,7 @@ def test_rows_of_a_batch_go_by_themselves(engine: Engine) -> None:
     session = Session(engine.model, num_slots=3, capacity=500)
     made = [engine.request(p, Options.of({"method": "plain", **GREEDY, **way})) for p, way in pairs]
     ids = [session.admit(request) for request in (*made, *made)]
-    tokens: dict[int, list[int]] = {number: [] for number in ids}
-    for count in range(10**6):
-        if session.is_idle:
-            break
-        for emitted in session.step():
-            assert emitted.error is None
-            tokens[emitted.request_id] += emitted.tokens
-        if count == 2:
-            session.cancel(ids[2])
+    tokens = written(session, ids, cancelled=ids[2])
     for place, number in enumerate(ids):
         if place != 2:
             assert tuple(tokens[number]) == alone[place % len(made)], f"request {place}"
