@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,16 +12,22 @@ from torch import Tensor
 from tests.decode.oracles import chi_square
 from tests.decode.runs import finish
 from tests.decode.scripted_drafters import Scripted
+from tests.decode.tiny_decoders import build
+from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling, distribution
 from vivace.core.seams import Context, Draft, Drafter
 from vivace.core.step import Step
 from vivace.decode.distributions import Distributions
 from vivace.decode.lookup import LookupConfig, PromptLookup
+from vivace.decode.multi_step import MultiStepPlain
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
+from vivace.decode.shallow import DraftPlan
+from vivace.kernels.choice import choose
 from vivace.methods.draft.drafter import DraftModel, DraftModelConfig
+from vivace.methods.quantized.drafter import OwnGuess, QuantizedDrafter
 
 Models = Callable[..., Decoder]
 V = 7
@@ -48,13 +55,13 @@ def other(models: Models, vocab: int = V) -> Decoder:
 
 
 @torch.inference_mode()
-def exact(model: Decoder, sampling: Sampling) -> Tensor:
-    """The law of the next three tokens, (V, V, V), every prefix run by itself."""
+def exact(model: Decoder, sampling: Sampling, *, chunk: bool = True) -> Tensor:
+    """The law of the next three tokens, (V, V, V), every prefix run by itself; ``chunk``: as the session reads it."""
 
     def after(new: tuple[int, ...]) -> Tensor:
         tokens = [*PROMPT, *new]
         cache = model.new_cache(1, 64)
-        step = Step.of(Draft.committed_only({0: PROMPT[:-1]}), cache, chunk=True)
+        step = Step.of(Draft.committed_only({0: PROMPT[:-1]}), cache, chunk=chunk)
         model.run(model.embed(torch.tensor(PROMPT[:-1]), step), step)
         cache.commit([0], [range(len(PROMPT) - 1)])
         step = Step.of(Draft.committed_only({0: tokens[len(PROMPT) - 1 :]}), cache)
@@ -96,9 +103,9 @@ class SampledTree(Scripted):
         return draft
 
 
-def sampled_texts(model: Decoder, sampling: Sampling, drafter: Drafter) -> tuple[Tensor, float]:
+def sampled_texts(model: Decoder, sampling: Sampling, drafter: Drafter, slots: int = 256) -> tuple[Tensor, float]:
     """Counts (V, V, V) over seeds, and the share of guesses that were kept."""
-    session = Session(model, num_slots=256, capacity=16)
+    session = Session(model, num_slots=slots, capacity=16)
     requests = [Request(PROMPT, LENGTH, drafter, sampling=sampling, seed=FIRST_SEED + i) for i in range(COUNT)]
     results = finish(session, requests)
     counts = torch.zeros(V, V, V)
@@ -147,6 +154,56 @@ def test_the_law_is_the_targets(models: Models, method: str, sampling: str) -> N
     assert int((joint > 5 / COUNT).sum()) > 30, "the law has to be spread out for the test to see anything"
     assert chi_square(counts, joint) > LIKELY
     assert 0.02 < kept < 0.9 or method == "plain"
+
+
+@pytest.fixture(scope="module")
+def packed() -> Decoder:
+    """A model for native kernels."""
+    body = choose("auto").body
+    if body is None:
+        pytest.skip("no native kernels run here")
+    model = build(torch.bfloat16, vocab=V, num_layers=2, **TINY).requires_grad_(False)
+    pack_decoder(model, body)
+    return model
+
+
+def quantized(model: Decoder, length: int = 2) -> QuantizedDrafter:
+    return QuantizedDrafter(model, OwnGuess(model), DraftPlan((1,) * length, weights="int8"))
+
+
+HOT = Sampling(do_sample=True, temperature=1.7)
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+def test_native_texts_of_a_seed_are_plain_decodings(packed: Decoder, steps: int) -> None:
+    """Token for token with and without drafts, several steps in a call and one by one, behind any method."""
+    asked = [Request(PROMPT, 20, NoDrafts(), sampling=HOT, seed=seed) for seed in range(4)]
+    plain = [r.tokens for r in finish(Session(packed, num_slots=4, capacity=64), asked)]
+    assert len(set(map(tuple, plain))) == 4
+    for method in (MultiStepPlain(packed), PromptLookup(), quantized(packed)):
+        for slots in (1, 4):
+            session = Session(packed, num_slots=slots, capacity=64, steps_per_call=steps)
+            assert [r.tokens for r in finish(session, [replace(each, drafter=method) for each in asked])] == plain
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_native_drafts_share_the_noise_of_verification(packed: Decoder, slots: int) -> None:
+    """A draft by nearly the same model guesses what is drawn, however unlikely that is, also in a mixed batch."""
+    hot = [Request(PROMPT, 40, quantized(packed, 4), sampling=HOT, seed=seed) for seed in range(4)]
+    mixed = hot if slots == 1 else [*hot[:3], replace(hot[3], sampling=Sampling())]
+    found = finish(Session(packed, num_slots=slots, capacity=64), mixed)
+    assert min(r.stats.num_accepted_draft_tokens / r.stats.num_draft_tokens for r in found) > 0.75
+
+
+@pytest.mark.parametrize("slots", [1, 256])
+@pytest.mark.parametrize("top_p", [1.0, 0.85])
+def test_the_law_of_native_draws_is_the_targets(packed: Decoder, top_p: float, slots: int) -> None:
+    """With drafts that share the noise of verification: several steps in a call, and in a batch one by one."""
+    model, drafter = packed, quantized(packed)
+    sampling = Sampling(do_sample=True, temperature=1.7, top_p=top_p)
+    counts, kept = sampled_texts(model, sampling, drafter, slots)
+    assert chi_square(counts, exact(model, sampling, chunk=False)) > LIKELY
+    assert 0.5 < kept < 1
 
 
 def test_an_unfiltered_claim_is_caught(models: Models) -> None:

@@ -115,6 +115,18 @@ MUTANTS = (
             "tests/decode/test_stopping.py::test_penalties_are_applied_at_every_drafted_place",
         ),
     ),
+    Mutant(
+        "the token after several drawn steps takes the noise of another position",
+        "src/vivace/decode/checked.py",
+        Replaced("context.cache.lengths[slot] + rows)", "context.cache.lengths[slot] + rows + 1)"),
+        ("tests/decode/test_sampled_text.py::test_native_texts_of_a_seed_are_plain_decodings",),
+    ),
+    Mutant(
+        "guesses of drawn texts are perturbed with the noise of the position before",
+        "src/vivace/kernels/native/chain.h",
+        Replaced("chain_.length[sequence] + depth + 1;", "chain_.length[sequence] + depth;"),
+        ("tests/decode/test_sampled_text.py::test_native_drafts_share_the_noise_of_verification",),
+    ),
     # kernels and cache
     Mutant(
         "native attention forgets to rescale its sum of weights from the second block of entries on",

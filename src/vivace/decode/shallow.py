@@ -42,8 +42,9 @@ class DraftPlan:
     widths: tuple[int, ...] = (1, 1, 1, 1)
     """Number of children below each leaf, by depth: all ones is a chain."""
     min_confidence: float = 0.0
-    """Guesses whose probability at the exit layer (before processors) is lower have no guess below them;
-    0 keeps all."""
+    """Guesses whose probability at the exit layer (before processors) is lower have no guess below them; 0 keeps all.
+    Where native code draws the guess, it is the distance of the two best tokens: (a - b) / (a + b) with a and b the
+    exponentials of their perturbed logits."""
     weights: Weights = "bf16"
     """Format in which drafting reads the layers below the exit layer and the head. Residuals of a quantized format are
     not reused: verification runs every layer. Native kernels quantize chains only; other drafts use the weights as they

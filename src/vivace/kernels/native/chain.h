@@ -157,7 +157,7 @@ private:
                 const Drawn drawn = draws_[sequence].draw(logits, false, chain_.head.out, chain_.ids, position);
                 if (decides() && drawn.index < 0) continue;  // no token may come: the caller says why
                 tokens[i] = std::max<int64_t>(drawn.index, 0);
-                is_sure = 1 - std::exp(-drawn.margin) >= chain_.min_confidence;
+                is_sure = drawn.confidence() >= chain_.min_confidence;
             } else if (logits_ != nullptr) {
                 is_sure = worker_.body.likeliest(logits, chain_.head.out, chain_.softcap, &tokens[i]) >=
                           chain_.min_confidence;

@@ -15,6 +15,10 @@ namespace {
 struct Drawn {
     int64_t index = -1;  // of the row, -1 where no token may come
     float margin = 0;    // by which its score is above the next one
+
+    // By how much its share of exp(score) of the two best is above the other's: near 0 a small change of the logits would
+    // draw the other one.
+    float confidence() const { return std::tanh(margin / 2); }
 };
 
 class Draws {
