@@ -189,7 +189,8 @@ def test_native_texts_of_a_seed_are_plain_decodings(packed: Decoder, steps: int)
 @pytest.mark.parametrize("slots", [1, 4])
 def test_native_drafts_share_the_noise_of_verification(packed: Decoder, slots: int) -> None:
     """A draft by nearly the same model guesses what is drawn, however unlikely that is, also in a mixed batch."""
-    hot = [Request(PROMPT, 40, quantized(packed, 4), sampling=HOT, seed=seed) for seed in range(4)]
+    drafter = quantized(packed, 4)
+    hot = [Request(PROMPT, 40, drafter, sampling=HOT, seed=seed) for seed in range(4)]
     mixed = hot if slots == 1 else [*hot[:3], replace(hot[3], sampling=Sampling())]
     found = finish(Session(packed, num_slots=slots, capacity=64), mixed)
     assert min(r.stats.num_accepted_draft_tokens / r.stats.num_draft_tokens for r in found) > 0.75
