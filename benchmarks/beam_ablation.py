@@ -1,9 +1,9 @@
 """What each part of beam search brings: ``python -m benchmarks.beam_ablation MODEL PROMPTS --json OUT``.
 
-MODEL is an encoder-decoder, PROMPTS a ``.jsonl`` file of sources. Every row of the result does the whole way from text
-to text, in one dtype, and has all that the rows above it have, in the order of FastSeq's table (Yan et al. 2021,
-arXiv:2106.04718): transformers as it is; sources and beginnings kept once for all beams, on PyTorch's modules; native
-kernels; n-grams barred in one pass over all windows, where transformers has a dictionary of Python for each text;
+MODEL is an encoder-decoder, PROMPTS a file of sources or a packaged set (e2e). Every row of the result does the whole
+way from text to text, in one dtype, and has all that the rows above it have, in the order of FastSeq's table (Yan et
+al. 2021, arXiv:2106.04718): transformers as it is; sources and beginnings once for all beams, on modules of PyTorch;
+native kernels; n-grams barred in one pass over all windows, where transformers has a dictionary for each text;
 ``vivace batch``, which sorts prompts by length and, with ``--workers``, tokenizes in processes of their own (their
 start, seconds that a short file does not win back, is counted); the encoder's states in the place of keys and values
 (EL-attention). Rows take turns, repeat by repeat.
@@ -30,13 +30,13 @@ from transformers import NoRepeatNGramLogitsProcessor
 import vivace
 from vivace.answer import Answer
 from vivace.batch.run import answer_file
+from vivace.cli.prompting import read_prompts
 from vivace.core.footprint import held_bytes
 from vivace.engine import Engine, Options
 from vivace.evaluate.beam_peers import TransformersBeams
 from vivace.evaluate.ctranslate2 import Search
 from vivace.evaluate.provenance import provenance
 from vivace.files import write_text
-from vivace.prompts import load_prompts
 
 GIB = (2, 4, 8)
 """Sizes of memory for which the largest batch is computed."""
@@ -196,7 +196,7 @@ def main() -> None:
     """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
-    parser.add_argument("prompts", type=Path)
+    parser.add_argument("prompts")
     parser.add_argument("--json", type=Path, required=True)
     for name, value in {"limit": 8, "batch": 8, "repeats": 1, "threads": 1, "workers": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
@@ -209,7 +209,7 @@ def main() -> None:
     search = Search(
         given.num_beams, given.max_new_tokens, given.min_new_tokens, given.length_penalty, given.no_repeat_ngram_size
     )
-    texts = [str(row.request) for row in load_prompts(given.prompts)][: given.limit]
+    texts = [str(row.request) for row in read_prompts(given.prompts, given.limit)]
     setting = Setting(texts, search, given.batch)
     rows = parts(given.model, given.dtype, setting, given.workers)
     asked = {name: getattr(given, name) for name in ("batch", "repeats", "threads", "workers", "dtype")}

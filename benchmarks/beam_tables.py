@@ -58,6 +58,20 @@ def ablation(folder: Path) -> str:
     return "\n\n".join(parts) if parts else "No result is committed yet."
 
 
+def ngrams(path: Path) -> str:
+    """Return a sentence on the result of ``benchmarks.ngrams``."""
+    if not path.is_file():
+        return "No result is committed yet."
+    report = json.loads(path.read_text(encoding="utf-8"))
+    s, seconds = report["setting"], report["seconds"]
+    return (
+        f"Barring repeated {s['ngram']}-grams in {s['rows']} texts of {s['length']} tokens takes "
+        f"{1e3 * seconds['vivace']:.2f} ms in one pass and {1e3 * seconds['transformers']:.1f} ms in transformers' "
+        f"processor, {report['ratio']:.0f} times as long ({captions.machine(report['provenance'], 'torch')}; "
+        f"`benchmarks/results/beams/{path.name}`)."
+    )
+
+
 def _part(one: dict[str, Any], first: dict[str, Any], count: int) -> tuple[str, ...]:
     batches = (f"{fits:,}" if fits else "-" for fits in one["largest_batch"].values())
     speed = f"{first['ms_per_input'] / one['ms_per_input']:.2f}x"

@@ -176,6 +176,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         techniques / "beams.md": {
             "speed": beam_tables.tables(RESULTS / "beams"),
             "ablation": beam_tables.ablation(RESULTS / "beams"),
+            "n-grams": beam_tables.ngrams(RESULTS / "beams" / "ngrams.json"),
         },
         techniques / "adapters.md": {
             "speed": adapter_table.tables(RESULTS / "adapters"),

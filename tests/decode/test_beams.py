@@ -197,6 +197,14 @@ def test_a_stop_rule_that_reads_the_text_ends_beams(models: Models) -> None:
     assert any(one.is_stopped for one in hypotheses)
 
 
+def test_an_end_token_ends_no_text_that_is_too_short() -> None:
+    stop = StopRule(end_tokens=frozenset({3}), min_new_tokens=2)
+    assert [stop.ends_at(count) for count in (1, 2, 3)] == [frozenset(), frozenset(), frozenset({3})]
+    assert [stop.ends_with(3, count) for count in (1, 2, 3)] == [False, False, True]
+    assert not stop.stops_at([1, 3])
+    assert stop.stops_at([1, 1, 3])
+
+
 def test_the_last_token_is_forced_for_every_way_to_decode(models: Models) -> None:
     model = models(torch.float32)
     requests = [
@@ -207,6 +215,20 @@ def test_the_last_token_is_forced_for_every_way_to_decode(models: Models) -> Non
     for result in finish(Session(model, num_slots=3, capacity=150), requests):
         assert len(result.tokens) == 6
         assert result.tokens[-1] == 50
+
+
+def test_processors_bar_and_force_in_all_rows() -> None:
+    logprobs = torch.log_softmax(torch.randn(3, 20, generator=torch.Generator().manual_seed(0)), -1)
+    request = searched([1, 2], PLANS[0], most=4, barred=(5, 6), forced_last=7)
+    early = processed(request, torch.tensor([[1, 2, 8], [1, 2, 9], [1, 2, 10]]), logprobs.clone())
+    barred = [3, 5, 6, 11]  # the end tokens, too, before the least length
+    assert bool((early[:, barred] == -torch.inf).all())
+    others = [token for token in range(20) if token not in barred]
+    assert torch.equal(early[:, others], logprobs[:, others])
+    last = processed(request, torch.tensor([[1, 2, 8, 8, 8]] * 3), logprobs.clone())
+    assert last.argmax(1).tolist() == [7, 7, 7]
+    assert bool((last[:, 7] == 0).all())
+    assert int(last.isinf().sum()) == 3 * 19
 
 
 def test_a_search_is_cancelled_and_cannot_be_forked(models: Models) -> None:
@@ -251,6 +273,7 @@ def test_the_largest_scores_are_found_in_blocks() -> None:
     for length in (70, 5000, 49_999):
         for count in (1, 8, 16):
             scores = torch.randn(3, length, generator=generator)
+            scores[1, -1] = 9.0  # behind the last whole block
             values, places = largest(scores, count)
             assert torch.equal(values, scores.topk(count).values)
             assert torch.equal(scores.gather(1, places), values)
