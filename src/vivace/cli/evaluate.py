@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -80,7 +80,6 @@ def evaluate(
 
     With --tasks models are judged by how likely they find the right options and texts.
     """
-    from vivace.evaluate.fidelity import compare_weights
     from vivace.evaluate.provenance import provenance
     from vivace.kernels.low_bit import Weights, check_weights
 
@@ -110,17 +109,12 @@ def evaluate(
             "--adapter has no effect on plain decoding unless it is a LoRA that --use names; leave it out"
         )
     base = open_engine(model, (), load, use=use)
-    with console.progress("answering") as progress:
-        stored = answer(base, rows, max_new_tokens, raw=raw, use=use)
-        found = []
-        for name in names:
-            engine = base if name == STORED else open_engine(model, (), replace(load, weights=name), use=use)
-            own = stored
-            if name != STORED or way:
-                own = answer(engine, rows, max_new_tokens, raw=raw, use=use, **way)
-            pair = Worn(engine, use), Worn(base, use)
-            one = compare_weights(name, *pair, rows, own, stored, on_progress=progress)
-            found.append(replace(one, reference_nll=None, agreement=None) if way else one)
+
+    def opened(name: str) -> Engine:
+        return base if name == STORED else open_engine(model, (), replace(load, weights=name), use=use)
+
+    asked = Asked(rows, max_new_tokens, raw, use)
+    found = compare_formats(base, names, opened, asked, way)
     if as_json:
         named = prompts if prompts in PACKAGED else Path(prompts).name
         setting = {"model": base.folder.name, "prompts": named, "num_prompts": len(rows)}
@@ -129,6 +123,44 @@ def evaluate(
         console.json({"provenance": where, "setting": setting, "weights": [asdict(one) for one in found]})
         return
     print_table(found)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What every engine answers."""
+
+    rows: list[Prompt]
+    max_new_tokens: int
+    raw: bool
+    """Whether prompts are given without the chat template."""
+    use: str | None = None
+    """Name of the LoRA that answers wear; None for none."""
+
+
+def compare_formats(
+    base: Engine, names: Sequence[str], opened: Callable[[str], Engine], asked: Asked, way: Mapping[str, Any]
+) -> list[Fidelity]:
+    """Measure answers of several weight formats beside those of the model as stored.
+
+    Args:
+        base: the model as stored, which reads prompts in full.
+        names: formats.
+        opened: opens the model in a format.
+        asked: what is answered.
+        way: how the formats read prompts; what is only known of a full reading is left out unless it is empty.
+    """
+    from vivace.evaluate.fidelity import compare_weights
+
+    with console.progress("answering") as progress:
+        stored = answer(base, asked)
+        found = []
+        for name in names:
+            engine = opened(name)
+            own = stored if name == STORED and not way else answer(engine, asked, **way)
+            pair = Worn(engine, asked.use), Worn(base, asked.use)
+            one = compare_weights(name, *pair, asked.rows, own, stored, on_progress=progress)
+            found.append(replace(one, reference_nll=None, agreement=None) if way else one)
+    return found
 
 
 @dataclass(frozen=True)
@@ -148,25 +180,24 @@ class Worn:
         return self.engine.logits(token_ids, adapter=self.use)
 
 
-def answer(
-    engine: Engine, rows: list[Prompt], max_new_tokens: int, *, raw: bool, use: str | None = None, **way: Any
-) -> Sheet:
-    """Return greedy answers of an engine that wears a LoRA or none and reads prompts in some way, and the references in
-    its tokens.
-    """
+def answer(engine: Engine, asked: Asked, **way: Any) -> Sheet:
+    """Return greedy answers of an engine that reads prompts in some way, and the references in its tokens."""
     from vivace.evaluate.fidelity import BATCH, Sheet
 
-    requests = [row.request for row in rows]
     answers = engine.generate(
-        requests,
-        **{"method": "plain", "max_new_tokens": max_new_tokens, "do_sample": False, "batch_size": BATCH, "raw": raw},
-        adapter=use,
+        [row.request for row in asked.rows],
+        method="plain",
+        max_new_tokens=asked.max_new_tokens,
+        do_sample=False,
+        batch_size=BATCH,
+        raw=asked.raw,
+        adapter=asked.use,
         **way,
     )
     end = engine.tokenizer.eos_ids[:1]
     encode = engine.tokenizer.encode
-    references = [(*encode(row.references[0], special=False), *end) if row.references else () for row in rows]
-    return Sheet(questions_of(engine, rows, raw=raw), answers, references)
+    references = [(*encode(row.references[0], special=False), *end) if row.references else () for row in asked.rows]
+    return Sheet(questions_of(engine, asked.rows, raw=asked.raw), answers, references)
 
 
 def print_table(found: list[Fidelity]) -> None:
