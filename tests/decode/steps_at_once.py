@@ -9,11 +9,12 @@ import torch
 
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
+from tests.decode.wrapped import Wrapped, WrappedState
 from vivace.core.cache import KVCache
 from vivace.core.config import RopeConfig
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
-from vivace.core.seams import Context, Decided, Draft, Drafter
+from vivace.core.seams import Context, Decided, Draft
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
@@ -32,35 +33,20 @@ MODELS = tuple(FIELDS)
 
 
 def packed(name: str, body: NativeBody) -> Decoder:
-    """For a body."""
+    """A decoder of six layers whose weights are packed for native kernels."""
     made = build(torch.bfloat16, num_layers=6, seed=3, **FIELDS[name]).requires_grad_(False)
     pack_decoder(made, body)
     return made
 
 
 @dataclass(eq=False)
-class Noting:
+class Noting(Wrapped):
     """Fills ``Drafter``: another one, and what it proposed."""
 
-    drafter: Drafter
     proposed: list[Draft | Decided] = field(default_factory=list)
 
-    @property
-    def name(self) -> str:
-        """The other's."""
-        return self.drafter.name
-
-    @property
-    def leaves_all_entries(self) -> bool:
-        """As the other one."""
-        return self.drafter.leaves_all_entries
-
-    def text_bytes(self, entries: int) -> int:
-        """The other's."""
-        return self.drafter.text_bytes(entries)
-
     def open(self, cache: KVCache) -> Any:
-        """Its state, noted."""
+        """Return a state whose proposals are noted here."""
         return _NotingState(self.proposed, self.drafter.open(cache))
 
     @property
@@ -74,14 +60,10 @@ class Noting:
         return [(each.draft if isinstance(each, Decided) else each).committed for each in self.proposed]
 
 
-class _NotingState:
-    """Fills ``DraftState``."""
-
+class _NotingState(WrappedState):
     def __init__(self, proposed: list[Draft | Decided], state: Any) -> None:
-        self._proposed, self._state = proposed, state
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._state, name)
+        super().__init__(state)
+        self._proposed = proposed
 
     def propose(self, context: Context) -> Draft | Decided:
         self._proposed.append(self._state.propose(context))

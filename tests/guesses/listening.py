@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.decode.wrapped import Wrapped, WrappedState
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.seams import Context, Decided, Draft, Drafter
+from vivace.core.seams import Context, Decided, Draft
 from vivace.methods.medusa.drafter import Medusa
 
 
@@ -74,10 +75,9 @@ class Proposal:
 
 
 @dataclass(eq=False)
-class Listening:
+class Listening(Wrapped):
     """Fills ``Drafter``: another one, and what it proposed."""
 
-    drafter: Drafter
     ears: Ears
     by_level: bool = False
     """Guesses at a depth are read from one row, whatever path leads there."""
@@ -85,34 +85,15 @@ class Listening:
     """Where a text repeats itself what followed is the draft, and no row is read."""
     heard: list[Proposal] = field(default_factory=list)
 
-    @property
-    def name(self) -> str:
-        """Of the drafter that is heard."""
-        return self.drafter.name
-
-    @property
-    def leaves_all_entries(self) -> bool:
-        """As the other one."""
-        return self.drafter.leaves_all_entries
-
-    def text_bytes(self, entries: int) -> int:
-        """Of the drafter that is heard."""
-        return self.drafter.text_bytes(entries)
-
     def open(self, cache: KVCache) -> Any:
-        """Its state, heard."""
+        """Return a state whose proposals are heard here."""
         return _State(self, self.drafter.open(cache))
 
 
-class _State:
-    """Fills ``DraftState``."""
-
+class _State(WrappedState):
     def __init__(self, of: Listening, state: Any) -> None:
+        super().__init__(state)
         self._of = of
-        self._state = state
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._state, name)
 
     def propose(self, context: Context) -> Draft | Decided:
         with self._of.ears.listening() as rows:
