@@ -122,7 +122,7 @@ def custom_generate(
     beams = _beams(generation_config)
     _refuse(generation_config, beams)
     method = _method(model, method, beams)
-    batch = _Batch.of(model, input_ids, 1 if beams is None else beams.num_beams, model_kwargs)
+    batch = _Called.of(model, input_ids, 1 if beams is None else beams.num_beams, model_kwargs)
     if stream is not None and len(batch.input_ids) > 1:
         count = len(batch.input_ids)
         raise UnsupportedError(f"stream takes the tokens of one row, and there are {count}; leave it out")
@@ -161,7 +161,7 @@ def custom_generate(
 
 
 @dataclass(frozen=True)
-class _Batch:
+class _Called:
     """What ``generate`` has prepared, without the copies of each row that it makes for beams."""
 
     input_ids: Tensor
@@ -174,14 +174,14 @@ class _Batch:
     """Of each row, what the encoder has made of its source, where there is an encoder."""
 
     @staticmethod
-    def of(model: Any, input_ids: Tensor, width: int, prepared: dict[str, Any]) -> _Batch:
+    def of(model: Any, input_ids: Tensor, width: int, prepared: dict[str, Any]) -> _Called:
         """Take every ``width``-th row; ``prepared`` has the attention mask and the encoder's output."""
         rows = input_ids[::width]
         if _has_encoder(model):
-            return _Batch(rows, width, [0] * len(rows), _sources(prepared, width))
+            return _Called(rows, width, [0] * len(rows), _sources(prepared, width))
         mask = prepared.get("attention_mask")
         padding = [0 if mask is None else int((mask[place * width] == 0).sum()) for place in range(len(rows))]
-        return _Batch(rows, width, padding, [None] * len(rows))
+        return _Called(rows, width, padding, [None] * len(rows))
 
 
 def _method(model: Any, asked: str, beams: BeamPlan | None) -> str:
@@ -195,7 +195,7 @@ def _method(model: Any, asked: str, beams: BeamPlan | None) -> str:
 
 
 def _prefills(
-    model: Any, reading: Reading, batch: _Batch, method: str, beams: BeamPlan | None
+    model: Any, reading: Reading, batch: _Called, method: str, beams: BeamPlan | None
 ) -> list[tuple[Prefill, str | None]]:
     """Return for each row how its prompt is read, and why so where there was a choice."""
     choice = _KNOWN[model].prefills

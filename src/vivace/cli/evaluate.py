@@ -113,7 +113,7 @@ def evaluate(
     def opened(name: str) -> Engine:
         return base if name == STORED else open_engine(model, (), replace(load, weights=name), use=use)
 
-    asked = Asked(rows, max_new_tokens, raw, use)
+    asked = Comparison(rows, max_new_tokens, raw, use)
     found = compare_formats(base, names, opened, asked, way)
     if as_json:
         named = prompts if prompts in PACKAGED else Path(prompts).name
@@ -126,7 +126,7 @@ def evaluate(
 
 
 @dataclass(frozen=True)
-class Asked:
+class Comparison:
     """What every engine answers."""
 
     rows: list[Prompt]
@@ -138,7 +138,7 @@ class Asked:
 
 
 def compare_formats(
-    base: Engine, names: Sequence[str], opened: Callable[[str], Engine], asked: Asked, way: Mapping[str, Any]
+    base: Engine, names: Sequence[str], opened: Callable[[str], Engine], asked: Comparison, way: Mapping[str, Any]
 ) -> list[Fidelity]:
     """Measure answers of several weight formats beside those of the model as stored.
 
@@ -180,7 +180,7 @@ class Worn:
         return self.engine.logits(token_ids, adapter=self.use)
 
 
-def answer(engine: Engine, asked: Asked, **way: Any) -> Sheet:
+def answer(engine: Engine, asked: Comparison, **way: Any) -> Sheet:
     """Return greedy answers of an engine that reads prompts in some way, and the references in its tokens."""
     from vivace.evaluate.fidelity import BATCH, Sheet
 
