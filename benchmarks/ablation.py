@@ -223,7 +223,7 @@ def _table(path: Path) -> str:
     place = "" if written["exit_layer"] is None else f"exit layer {written['exit_layer']}, "
     caption = (
         f"**{written['model']}**, {place}reach {written['reach']}, {written['steps']} "
-        f"steps each, chains of {written['guesses']} guesses, draft vocabulary of {written.get('vocabulary', 2048):,} "
+        f"steps each, chains of {written['guesses']} guesses, draft vocabulary of {written['vocabulary']:,} "
         f"tokens, {parts[0]['num_prompts']} prompts of each set, {written['repeats']} repeats. "
         f"{captions.machine(written['provenance'], written['kernels'])}{captions.others({'others_cpu_share': busy})}. "
         f"{different} texts differ from plain decoding's."
