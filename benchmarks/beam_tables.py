@@ -85,7 +85,8 @@ def _heading(path: Path, report: dict[str, Any]) -> str:
     s = report["setting"]
     machine = captions.machine(report["provenance"], s["kernels"], s["threads"])
     return (
-        f"**{s['model']}**, weights {s['weights']}, {s['num_beams']} beams, {s['num_prompts']} prompts of {s['mean_prompt_tokens']:.0f} tokens "
+        f"**{s['model']}**, weights {s['weights']}, {s['num_beams']} beams, "
+        f"{s['num_prompts']} prompts of {s['mean_prompt_tokens']:.0f} tokens "
         f"on average, at most {s['max_new_tokens']} new tokens, median of {s['repeats']}: {machine}; "
         f"`benchmarks/results/beams/{path.name}`."
     )
