@@ -78,7 +78,7 @@ def test_a_series_learns_from_one_file_and_is_measured(tmp_path: Path, monkeypat
     prompts = tmp_path / "prompts.jsonl"
     save_prompts(prompts, [Prompt(text, (), task) for text, task in zip(asked[:6], "ababab", strict=True)])
     given = {"model": str(model), "runs": runs, "prompts": prompts, "tuning": prompts, "limit": 2, "tune_limit": 2}
-    given |= {"max_new_tokens": 12, "repeats": 1, "batch": 1, "temperatures": [0.0]}
+    given |= {"answers": answers, "max_new_tokens": 12, "repeats": 1, "batch": 1, "temperatures": [0.0]}
     report = rivals_own.measure(argparse.Namespace(**given))
     methods = [run["method"] for run in report["report"][0]["runs"]]
     assert methods[: 1 + len(rivals_own.FREE)] == ["plain", *rivals_own.FREE]
@@ -105,7 +105,11 @@ def test_a_row_is_a_system_and_a_column_a_category(tmp_path: Path) -> None:
     written |= {"adapters": {}, "trainings": facts, "exits": {"2": 0.1, "28": 0.6}, "report": report}
     (tmp_path / "one.json").write_text(json.dumps(written))
     text = rivals_own.tables(tmp_path)
-    assert "trained for 1.0 minutes of a processor each; `quantized` rounded one by one (`one.json`)" in text
+    learnt = "trained for 1.0 minutes of a processor each on answers to prompts that the model drew"
+    assert f"{learnt}; `quantized` rounded one by one (`one.json`)" in text
+    written["answers"] = {"answers": 1600, "given": 900, "tokens": 20000}
+    (tmp_path / "one.json").write_text(json.dumps(written))
+    assert "each on 1,600 answers of 20,000 tokens, 900 of them to prompts of" in rivals_own.tables(tmp_path)
     assert "2 texts differ" in text
     assert "| `multirate` | 19,000 tokens in 38 steps | chain 3 | 0.90x | 1.10x | 1.00x | 3.00 |" in text
     assert text.index("`plain`") < text.index("`lookup`") < text.index("`multirate`"), "the fastest first"
@@ -113,18 +117,29 @@ def test_a_row_is_a_system_and_a_column_a_category(tmp_path: Path) -> None:
 
 
 def test_the_ablation_adds_a_lever_in_each_row(tmp_path: Path) -> None:
-    rows = ablation.levers()
+    rows = ablation.levers(2048)
     assert len({row.label for row in rows}) == len(rows)
     assert {row.parts for row in rows} == set(ablation.PARTS)
-    assert ablation.tables(tmp_path / "none.json") == "No run is committed yet."
+    assert {row.plan.vocabulary for row in rows} == {0, 2048}
+    assert {row.parts for row in ablation.shapes()} == set(ablation.SHAPES)
+    assert ablation.tables(tmp_path / "none") == "No run is committed yet."
     found = {**run("accelerated residual", 1.2), "tokens_interval": [2.0, 4.0]}
     report = [
         {"prompts": name, "num_prompts": 24, "others_cpu_share": 0.0, "runs": [run("plain", 1.0), found]}
         for name in ("e2e", "sql")
     ]
-    written = {"provenance": MACHINE, "kernels": "avx512", "model": "m", "steps": 50, "guesses": 4, "repeats": 2}
+    written = {
+        "provenance": MACHINE,
+        "kernels": "avx512",
+        "model": "m",
+        "steps": 50,
+        "guesses": 4,
+        "repeats": 2,
+        "vocabulary": 2048,
+    }
     written |= {"reach": [9, 13], "exit_layer": 3, "report": report}
     (tmp_path / "one.json").write_text(json.dumps(written))
-    text = ablation.tables(tmp_path / "one.json")
-    assert "exit layer 3, reach [9, 13], 50 steps each, chains of 4 guesses, 24 prompts of each set, 2 repeats" in text
+    text = ablation.tables(tmp_path)
+    assert "exit layer 3, reach [9, 13], 50 steps each, chains of 4 guesses, draft vocabulary of 2,048 tokens" in text
+    assert "24 prompts of each set, 2 repeats" in text
     assert text.count("| 3.00 (2.00 to 4.00) | 1.20x (1.00 to 2.00) ") == 2
