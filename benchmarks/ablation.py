@@ -22,8 +22,8 @@ from typing import Any
 
 import vivace
 from benchmarks import captions
+from benchmarks.in_turn import learn_in_turn
 from tools.blocks import table
-from vivace.checkpoint.adapters import base_hash
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.decode.shallow import DraftPlan
 from vivace.evaluate.benchmark import BenchmarkPrompt, Record, Trial, run_benchmark, summarise
@@ -32,14 +32,8 @@ from vivace.evaluate.others import watched_others
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.systems import MethodSystem
 from vivace.prompts import load_prompts
-from vivace.recipes.answers import read_answers, without_writing
-from vivace.recipes.frozen import FrozenRecipe
-from vivace.recipes.kinds import recipe_named, recipe_of
 from vivace.recipes.own_text import Budget, own_text
-from vivace.recipes.reading import override
-from vivace.recipes.trainer import train_in_turn
 from vivace.train.data import questions_of as data_questions
-from vivace.train.report import Lines
 from vivace.tuning import planned
 
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -132,30 +126,10 @@ def train(given: argparse.Namespace) -> None:
         asked = sorted(set(data_questions([row for name in given.data for row in load_prompts(name)])))
         random.Random(0).shuffle(asked)
         own_text(vivace.load(given.model), path, Budget(TOKENS), LONGEST, asked, print)
-    parts = SETS[given.set]
-    waiting = [name for name in parts if not (given.runs / name / "config.json").is_file()]
-    recipes = {given.runs / name: _recipe(parts[name], given) for name in waiting}
-    answers = read_answers(path, base_hash(engine.folder))
-    if recipes:
-        train_in_turn(
-            recipes, engine, answers, lambda out: Lines(lambda text: print(f"{out.name}: {text}", flush=True))
-        )
-
-
-def _recipe(part: Sequence[str], given: argparse.Namespace) -> FrozenRecipe:
-    """Return what trains a part for so many steps on answers that are given."""
     exits = () if given.exit_layer is None else (f"adapter.exit_layer={given.exit_layer}",)
-    changes = [
-        f"loop.steps={given.steps}",
-        *SHARED,
-        f"longest={LONGEST}",
-        f"plan.vocabulary={given.vocabulary}",
-        *exits,
-        *part,
-    ]
-    found = recipe_of(without_writing(override(recipe_named("multirate"), changes), changes, has_data=False))
-    assert isinstance(found, FrozenRecipe)
-    return found
+    shared = (f"loop.steps={given.steps}", *SHARED, f"longest={LONGEST}", f"plan.vocabulary={given.vocabulary}", *exits)
+    parts = {given.runs / name: ("multirate", [*shared, *part]) for name, part in SETS[given.set].items()}
+    learn_in_turn(engine, path, parts)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:

@@ -25,8 +25,8 @@ import torch
 import vivace
 from benchmarks import captions
 from benchmarks.chat_drafts import answered, means, report_of
+from benchmarks.in_turn import learn_in_turn
 from tools.blocks import table
-from vivace.checkpoint.adapters import base_hash
 from vivace.decode.shallow import DraftPlan
 from vivace.engine import Engine
 from vivace.evaluate.benchmark import BenchmarkPrompt, Trial, run_benchmark, summarise
@@ -35,15 +35,9 @@ from vivace.evaluate.systems import MethodSystem
 from vivace.methods.composition import plan_of
 from vivace.methods.spec import Plan
 from vivace.prompts import load_prompts
-from vivace.recipes.answers import read_answers, without_writing
-from vivace.recipes.frozen import FrozenRecipe
-from vivace.recipes.kinds import recipe_named, recipe_of
 from vivace.recipes.own_text import written_before
-from vivace.recipes.reading import override
-from vivace.recipes.trainer import train_in_turn
 from vivace.train.data import Rows
 from vivace.train.distillation import FrozenPass
-from vivace.train.report import Lines
 from vivace.train.resume import read_state
 from vivace.tuning import planned
 
@@ -113,12 +107,8 @@ def train_equally(model: str, answers: Path, runs: Path, minutes: float, systems
     The model's pass over a batch is made once for all of them, and counts for each.
     """
     engine = vivace.load(model, kernels="torch")
-    read = read_answers(answers, base_hash(engine.folder))
-    waiting = [system for system in systems or SYSTEMS if not (runs / system / "config.json").is_file()]
-    recipes = {runs / system: _recipe(system, minutes) for system in waiting}
-    if recipes:
-        train_in_turn(recipes, engine, read, lambda out: Lines(lambda text: print(f"{out.name}: {text}", flush=True)))
-    for out in recipes:
+    drafters = {runs / system: (method_of(system), _changes(system, minutes)) for system in systems or SYSTEMS}
+    for out in learn_in_turn(engine, answers, drafters):
         progress = read_state(out / "run" / "state.pt")["progress"]
         facts = {"steps": progress["step"], "minutes": progress["elapsed_s"] / 60, "tokens": progress["num_tokens"]}
         (out / FACTS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -126,13 +116,10 @@ def train_equally(model: str, answers: Path, runs: Path, minutes: float, systems
         (runs / EXITS).write_text(json.dumps(exits(model, answers)) + "\n", encoding="utf-8")
 
 
-def _recipe(system: str, minutes: float) -> FrozenRecipe:
-    """Return what trains a system on answers that are given."""
+def _changes(system: str, minutes: float) -> list[str]:
+    """Return the changes to its recipe with which a system learns from answers that are given."""
     size = () if system == "draft" else (f"plan.vocabulary={VOCABULARY}",)
-    changes = [*SHARED, f"loop.minutes={minutes}", *SYSTEMS[system], *size]
-    found = recipe_of(without_writing(override(recipe_named(method_of(system)), changes), changes, has_data=False))
-    assert isinstance(found, FrozenRecipe)
-    return found
+    return [*SHARED, f"loop.minutes={minutes}", *SYSTEMS[system], *size]
 
 
 @torch.no_grad()

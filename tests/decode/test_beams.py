@@ -72,7 +72,8 @@ def forked(model: Decoder, request: Request) -> tuple[Hypothesis, ...]:
         logprobs = torch.log_softmax(model.head(hidden), -1)
         scores = processed(request, torch.tensor([[*request.tokens, *own] for own in search.ids.tolist()]), logprobs)
         before = search.ids
-        candidates = search.candidates(scores, len(request.stop.end_tokens))
+        count = search.num_candidates(len(request.stop.end_tokens))
+        candidates = search.best_of(*(part.numpy() for part in largest(scores, count)), count)
         search.take(candidates, lambda _, token: request.stop.ends_with(token, search.length + 1))
         free = [slot for slot in range(cache.num_slots) if slot not in slots]
         above = [before.tolist().index(own[:-1]) for own in search.ids.tolist()]

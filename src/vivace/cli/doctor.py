@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -119,7 +118,9 @@ def rank_findings(interface: str | None, timeout_s: float | None) -> list[Findin
         ConfigError: an interface or a timeout is given and there are no ranks.
         WorldError: the ranks do not find one another, or one of them ended.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ and "WORLD_SIZE" not in os.environ:
+    from vivace.parallel import world as worlds
+
+    if not worlds.is_launched():
         if (interface, timeout_s) != (None, None):
             raise ConfigError(
                 "links are between ranks, which torchrun starts: torchrun --nproc-per-node 2 -m vivace doctor"
@@ -128,7 +129,6 @@ def rank_findings(interface: str | None, timeout_s: float | None) -> list[Findin
     import torch
 
     from vivace.evaluate.provenance import provenance
-    from vivace.parallel import world as worlds
     from vivace.parallel.examining import examine
 
     world = worlds.join(interface=interface, timeout_s=timeout_s)

@@ -128,17 +128,6 @@ class BeamSearch:
         """Return how many continuations a step of a request with so many end tokens looks at."""
         return max(2, 1 + num_ends) * self.plan.num_beams
 
-    def candidates(self, scores: Tensor, num_ends: int) -> list[Candidate]:
-        """Return the best continuations, the best first; nothing changes.
-
-        Args:
-            scores: (rows, V) log p of the next token, after processors.
-            num_ends: number of end tokens of the request.
-        """
-        count = self.num_candidates(num_ends)
-        values, tokens = largest(scores, count)
-        return self.best_of(values.numpy(), tokens.numpy(), count)
-
     def best_of(self, scores: Floats, tokens: Integers, count: int) -> list[Candidate]:
         """Return the ``count`` best continuations, the best first, or all where there are fewer; nothing changes.
 

@@ -112,14 +112,11 @@ class AsReached:
 def read_on(model: Decoder, decided: Decided, context: Context, sequences: Sequence[Decoding]) -> Checked:
     """Choose the token after the last row of steps verified in native code; compute log p where a request wants it."""
     hidden, last = decided.passed.hidden, decided.draft.last_rows
-    if context.drawings:
-        wants_all = any(s.request.logprobs for s in sequences)
-        logits = model.head(hidden if wants_all else hidden[last])
-        verdict = decided.verdict(_drawn_last(model, decided.draft, logits[last] if wants_all else logits, context))
-        return Checked(decided.draft, decided.passed, verdict, torch.log_softmax(logits, -1) if wants_all else None)
-    if any(s.request.logprobs for s in sequences):
-        logits = model.head(hidden)
-        verdict = decided.verdict(logits[last].argmax(-1).tolist())
-        return Checked(decided.draft, decided.passed, verdict, torch.log_softmax(logits, -1))
-    chosen = model.greedy(hidden[last])
-    return Checked(decided.draft, decided.passed, decided.verdict(chosen.tolist()), None)
+    wants_all = any(s.request.logprobs for s in sequences)
+    if not wants_all and not context.drawings:
+        return Checked(decided.draft, decided.passed, decided.verdict(model.greedy(hidden[last]).tolist()), None)
+    logits = model.head(hidden if wants_all else hidden[last])
+    after = logits[last] if wants_all else logits
+    chosen = _drawn_last(model, decided.draft, after, context) if context.drawings else after.argmax(-1).tolist()
+    logprobs = torch.log_softmax(logits, -1) if wants_all else None
+    return Checked(decided.draft, decided.passed, decided.verdict(chosen), logprobs)

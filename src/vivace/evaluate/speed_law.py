@@ -75,15 +75,25 @@ class ModelShape:
     head_read: float = 1.0
     """s: share of the head's bytes read; 1, or about 1/2 for a quantized draft, whose head has eight bits."""
 
+    @property
+    def guess_share(self) -> float:
+        """Return the share of a pass's bytes that drafting one token reads."""
+        layers = self.read * (1 - self.head_share) * (1 + self.adapters) * self.exit_layer / self.layers
+        return layers + self.head_read * self.head_share
+
     def speed_up(self, kept: Sequence[float]) -> float:
         """Return S if the draft token at each depth is accepted with these probabilities."""
-        layers = self.read * (1 - self.head_share) * (1 + self.adapters) * self.exit_layer / self.layers
-        return (1 + sum(kept)) / (1 + len(kept) * (layers + self.head_read * self.head_share))
+        return speed_up(kept, self.guess_share)
 
     def best(self, kept: Sequence[float]) -> tuple[int, float]:
         """Return the number of draft tokens with the largest gain, and S; (0, 1) if drafting does not pay."""
         gains = [(n, self.speed_up(kept[:n])) for n in range(len(kept) + 1)]
         return max(gains, key=lambda pair: pair[1])
+
+
+def speed_up(kept: Sequence[float], guess_share: float) -> float:
+    """Return S if the draft token at each depth is accepted with these probabilities, and each costs such a share."""
+    return (1 + sum(kept)) / (1 + len(kept) * guess_share)
 
 
 def head_share(width: int, feed_forward: int, layers: int, vocabulary: int) -> float:

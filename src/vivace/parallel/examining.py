@@ -18,6 +18,7 @@ import torch
 
 from vivace.errors import WorldError
 from vivace.parallel.links import MESSAGE
+from vivace.parallel.measuring import LinkSpeed
 from vivace.parallel.world import END, World
 
 SMALL, LARGE = 1, 1 << 20
@@ -87,7 +88,8 @@ def _measured(world: World, other: int) -> LinkFound:
     """Return how fast the link to a rank is that sends everything back."""
     small = min(_there_and_back_s(world, other, SMALL) for _ in range(SMALL_TIMES))
     large = min(_there_and_back_s(world, other, LARGE) for _ in range(LARGE_TIMES))
-    return LinkFound(world.rank, other, small / 2, 2 * (LARGE - SMALL) / max(large - small, 1e-6))
+    speed = LinkSpeed.of(small, large, 2 * (LARGE - SMALL))
+    return LinkFound(world.rank, other, speed.latency_s, speed.bytes_per_s)
 
 
 def _there_and_back_s(world: World, other: int, size: int) -> float:

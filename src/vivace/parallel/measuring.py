@@ -27,11 +27,16 @@ ECHO_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """The link between rank 0 and rank 1."""
+    """The link between two ranks."""
 
     latency_s: float
     """Half of the time of a small message there and back."""
     bytes_per_s: float
+
+    @staticmethod
+    def of(small_s: float, large_s: float, num_bytes: int) -> LinkSpeed:
+        """Return the speed from the times of a small frame there and back, and with ``num_bytes`` more on the way."""
+        return LinkSpeed(small_s / 2, num_bytes / max(large_s - small_s, 1e-6))
 
 
 def link_speed(world: World) -> LinkSpeed:
@@ -46,7 +51,7 @@ def link_speed(world: World) -> LinkSpeed:
 
     small = min(echo_s(1) for _ in range(2 * TIMES))
     large = min(echo_s(ECHO_BYTES) for _ in range(2))
-    return LinkSpeed(small / 2, ECHO_BYTES / max(large - small, 1e-6))
+    return LinkSpeed.of(small, large, ECHO_BYTES)
 
 
 @torch.inference_mode()

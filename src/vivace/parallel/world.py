@@ -152,6 +152,11 @@ class World:
         self.links.close()
 
 
+def is_launched() -> bool:
+    """Return whether torchrun, or something that sets what it sets, has started this process."""
+    return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"))
+
+
 def join(*, interface: str | None = None, timeout_s: float | None = None) -> World:
     """Meet the other ranks that torchrun has started.
 

@@ -2,13 +2,10 @@
 
 A guess at a lower exit layer reads fewer weights and is wrong more often, and where a model decides differs from model
 to model: the one that ships names its next token after a few layers, a chat model of thirty layers after twenty. So
-candidates learn for some steps each, the frozen pass shared, and their agreement on held-back rows is put into
-
-    tokens a pass / cost = (1 + a + a^2 + ... + a^n) / (1 + n c),                      n = 1 .. length of the draft
-
-with a the agreement and c the bytes that a guess reads, relative to those of a pass: one sequence is limited by reading
-weights. The layer with the largest value goes on. Agreement after few steps is lower than it will be, most of all for
-low layers, so this leans towards higher ones.
+candidates learn for some steps each, the frozen pass shared, and their agreement on held-back rows is put into the law
+of the gain (``evaluate/speed_law.py``), with a chance of agreement^i that the i-th guess is kept. The layer with the
+largest gain goes on. Agreement after few steps is lower than it will be, most of all for low layers, so this leans
+towards higher ones.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from dataclasses import dataclass
 
 from vivace.core.config import ModelConfig
 from vivace.decode.shallow import DraftPlan
+from vivace.evaluate.speed_law import ModelShape, keeping, speed_up
 from vivace.recipes.frozen import Trainable, TrainContext
 from vivace.train.config import LoopConfig, TrainConfig
 from vivace.train.distillation import SharedPasses
@@ -47,17 +45,15 @@ def guess_cost(model: ModelConfig, exit_layer: int, plan: DraftPlan) -> float:
     """Return the bytes that a guess reads, layers and head, relative to those of a pass of the model."""
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     layer = model.width * (heads + model.ffn_width * (3 if model.gated else 2))
-    head, size = model.width * model.vocab_size, BYTES.get(plan.weights, BYTES["bf16"])
-    read = model.width * plan.vocabulary if plan.vocabulary else head
-    return size * (exit_layer * layer + read) / (BYTES["bf16"] * (model.num_layers * layer + head))
+    head, read = model.width * model.vocab_size, BYTES.get(plan.weights, BYTES["bf16"]) / BYTES["bf16"]
+    head_read = read * (plan.vocabulary or model.vocab_size) / model.vocab_size
+    share = head / (head + model.num_layers * layer)
+    return ModelShape(exit_layer, model.num_layers, share, read=read, head_read=head_read).guess_share
 
 
 def promised(agreement: float, cost: float, longest: int) -> tuple[float, int]:
     """Return the largest speed relative to plain decoding that chains promise, and their number of guesses."""
-    kept, speeds = 1.0, list[float]()
-    for length in range(1, longest + 1):
-        kept += agreement**length
-        speeds.append(kept / (1 + length * cost))
+    speeds = [speed_up(keeping(agreement, length), cost) for length in range(1, longest + 1)]
     best = max(range(longest), key=speeds.__getitem__)
     return speeds[best], best + 1
 

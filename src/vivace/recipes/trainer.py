@@ -51,13 +51,9 @@ def train_beside(
         CapacityError: the training needs more memory than is free.
         UnsupportedError: the base's weights are packed for native kernels.
     """
-    context = TrainContext.of(recipe, engine, prompts, out, report, answers)
-    torch.manual_seed(recipe.seed)
-    trainable = recipe.begin(context)
-    base = base_hash(engine.folder)
+    context, base = TrainContext.of(recipe, engine, prompts, out, report, answers), base_hash(engine.folder)
+    trainable, config = _begun(context, base)
     if trainable.objective is not None:
-        context.require_memory(trainable.objective, trainable.depth)
-        config = TrainConfig(recipe.loop, recipe.optimiser, recipe.seed, context.plan_text(base))
         fit(engine.model, trainable.objective, context.data(), config, folder=out / "run", report=report)
     saved = _saved(trainable, out, base)
     return context.timed(saved) if is_timed else []
@@ -92,12 +88,9 @@ def train_in_turn(
     base, begun, trainings = base_hash(engine.folder), list[tuple[Path, Trainable]](), []
     for out, recipe in recipes.items():
         context = TrainContext.of(recipe, engine, [], out, report(out), answers)
-        torch.manual_seed(recipe.seed)
-        trainable = recipe.begin(context)
+        trainable, config = _begun(context, base)
         if trainable.objective is None:
             raise UnsupportedError(f"{recipe.kind} trains no weights, so it cannot take turns")
-        context.require_memory(trainable.objective, trainable.depth)
-        config = TrainConfig(recipe.loop, recipe.optimiser, recipe.seed, context.plan_text(base))
         begun.append((out, trainable))
         trainings.append(
             Training(engine.model, trainable.objective, context.data(), config, out / "run", context.report)
@@ -106,6 +99,16 @@ def train_in_turn(
         fit_in_turn(trainings, lambda: passes.saved_s)
     for out, trainable in begun:
         _saved(trainable, out, base)
+
+
+def _begun(context: TrainContext, base: str) -> tuple[Trainable, TrainConfig]:
+    """Return what is to be trained, for which there is memory, and the settings of its loop."""
+    recipe = context.recipe
+    torch.manual_seed(recipe.seed)
+    trainable = recipe.begin(context)
+    if trainable.objective is not None:
+        context.require_memory(trainable.objective, trainable.depth)
+    return trainable, TrainConfig(recipe.loop, recipe.optimiser, recipe.seed, context.plan_text(base))
 
 
 def _saved(trainable: Trainable, out: Path, base: str) -> SavedTraining:

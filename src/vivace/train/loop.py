@@ -65,7 +65,7 @@ def fit(
         UsageError: the loss is infinite or not a number.
     """
     return_large_blocks()
-    run = _Run(model, objective, data, config, folder, report)
+    run = _Run(Training(model, objective, data, config, folder, report))
     run.resume()
     while run.spent() < 1.0:
         run.step()
@@ -75,7 +75,7 @@ def fit(
 
 @dataclass(frozen=True)
 class Training(Generic[M, B]):
-    """One of several trainings that take their steps in turn; fields as the arguments of ``fit``."""
+    """A training; fields as the arguments of ``fit``."""
 
     model: M
     objective: Objective[M, B]
@@ -107,7 +107,7 @@ def fit_in_turn(trainings: Sequence[Training[M, B]], saved_s: Callable[[], float
         raise ConfigError("trainings in turn count minutes of a processor: set loop.clock=processor")
     runs, clocks = [], [_OwnTime(saved_s) for _ in trainings]
     for one, clock in zip(trainings, clocks, strict=True):
-        run = _Run(one.model, one.objective, one.data, one.config, one.folder, one.report, clock)
+        run = _Run(one, clock)
         run.resume()
         runs.append(run)
     every_s, saved = min(loop.snapshot_s for loop in loops), time.monotonic()
@@ -160,7 +160,8 @@ def step_seconds(model: M, objective: Objective[M, B], batches: BatchSource[B], 
         UsageError: the loss is infinite or not a number.
     """
     loop = replace(config.loop, snapshot_s=math.inf)
-    run = _Run(model, objective, DataSplit(batches), replace(config, loop=loop), Path(), Lines(lambda text: None))
+    quiet = Lines(lambda text: None)
+    run = _Run(Training(model, objective, DataSplit(batches), replace(config, loop=loop), Path(), quiet))
     seconds = 0.0
     for _ in range(2):
         began = time.perf_counter()
@@ -172,31 +173,22 @@ def step_seconds(model: M, objective: Objective[M, B], batches: BatchSource[B], 
 
 
 class _Run(Generic[M, B]):
-    """The state of one call of ``fit``."""
+    """The state of a training."""
 
-    def __init__(
-        self,
-        model: M,
-        objective: Objective[M, B],
-        data: DataSplit[B],
-        config: TrainConfig,
-        folder: Path,
-        report: Report,
-        clock: Callable[[], float] | None = None,
-    ) -> None:
+    def __init__(self, training: Training[M, B], clock: Callable[[], float] | None = None) -> None:
         """Begin a run; ``clock`` counts its minutes, None is the one that the budget names."""
-        self.model = model
-        self.objective = objective
-        self.data = data
-        self.config = config
-        self.folder = folder
-        self.report = report
-        self.optimiser = Optimiser(objective.groups(), config.optimiser)
+        self.model = training.model
+        self.objective = training.objective
+        self.data = training.data
+        self.config = training.config
+        self.folder = training.folder
+        self.report = training.report
+        self.optimiser = Optimiser(self.objective.groups(), self.config.optimiser)
         self.progress = TrainProgress()
-        self.batches = data.train.start_at(self.progress.place)
+        self.batches = self.data.train.start_at(self.progress.place)
         self.held_back: dict[str, float] = {}
         self.window = _Window()
-        named = time.process_time if config.loop.clock == "processor" else time.monotonic
+        named = time.process_time if self.config.loop.clock == "processor" else time.monotonic
         self._now: Callable[[], float] = clock or named
         self.began, self.saved = self._now(), time.monotonic()
 

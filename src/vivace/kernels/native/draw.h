@@ -1,4 +1,4 @@
-// Draws the token of a row of logits as the largest of logit / temperature + noise (decode/draws.py has the reasons, and
+// Draws the token of a row of logits as the largest of logit / temperature + noise (core/draws.py has the reasons, and
 // the same in PyTorch). The noise depends on the text's key, the position and the token only.
 #pragma once
 #include "elementwise.h"
