@@ -55,7 +55,7 @@ def test_it_is_served_tuned_and_widened(trained: Path, tmp_path: Path) -> None:
     engine = vivace.load(trained)
     catalog = Catalog(engine, "base", "auto", {"quick": trained / "adapters" / "bigram"})
     assert "bigram" in catalog.methods("base")
-    assert catalog.method("quick", "bigram", is_seeded=False) == "bigram"
+    assert catalog.method("quick", "bigram") == "bigram"
     assert adapters_by_method([trained / "adapters" / "bigram"], None).keys() == {"bigram"}
 
     assert "bigram" in tuned_methods()

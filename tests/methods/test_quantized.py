@@ -141,7 +141,7 @@ def test_models_that_cannot_draft_so_say_why(tmp_path: Path, load: dict[str, str
 def test_a_server_takes_it_without_training(tmp_path: Path, body: NativeBody) -> None:
     folder = make_checkpoint(tmp_path / "m")
     catalog = Catalog(vivace.load(folder, dtype="bfloat16", kernels=body.name), "m", "auto", {})
-    assert catalog.method("m", "quantized+lookup", is_seeded=False) == "quantized+lookup"
+    assert catalog.method("m", "quantized+lookup") == "quantized+lookup"
     assert "multirate" not in catalog.methods("m"), "it has no weights"
     catalog = Catalog(vivace.load(folder, dtype="float32", kernels=body.name), "m", "auto", {})
     assert not {"quantized", "quantized+lookup"} & set(catalog.methods("m"))

@@ -63,18 +63,16 @@ def test_what_cannot_follow_leaves_the_matcher_where_it_can_go_on(engine: Engine
     assert allowed(one, path, vocab) == frozenset(engine.tokenizer.eos_ids)
 
 
-def test_a_seed_settles_how_auto_drafts(engine: Engine) -> None:
+def test_the_method_of_a_request(engine: Engine) -> None:
     catalog = Catalog(engine, "base", "auto", {})
-    assert catalog.method("base", None, is_seeded=True) == "lookup"
-    assert catalog.method("base", "auto", is_seeded=True) == "lookup"
-    assert catalog.method("base", None, is_seeded=False) == "auto"
-    assert catalog.method("base", "multirate", is_seeded=True) == "multirate"
+    assert catalog.method("base", None) == "auto"
+    assert catalog.method("base", "multirate") == "multirate"
     with pytest.raises(APIError, match="draft"):
-        catalog.method("base", "draft", is_seeded=False)
+        catalog.method("base", "draft")
 
 
 def test_an_adapter_is_used_though_the_server_decodes_plainly(engine: Engine, folder: object) -> None:
     catalog = Catalog(engine, "base", "plain", {"fast": f"{folder}/beta"})
-    assert catalog.method("base", None, is_seeded=False) == "plain"
-    assert catalog.method("fast", None, is_seeded=False) == "multirate"
+    assert catalog.method("base", None) == "plain"
+    assert catalog.method("fast", None) == "multirate"
     assert catalog.drafter("fast", "multirate", None) is not catalog.drafter("base", "multirate", None)

@@ -16,10 +16,6 @@ from vivace.methods.composition import Methods, adapters_by_method
 from vivace.methods.table import METHODS
 from vivace.serve.api_error import APIError
 
-SEEDED = "lookup"
-"""Method used in place of ``auto`` for text drawn with a seed. Its guesses use no random numbers, so the text does not
-depend on when the server chose to draft."""
-
 
 class Catalog:
     """Maps names of models and methods to drafters. Only LoRAs may come and go while the server runs."""
@@ -137,13 +133,12 @@ class Catalog:
         """Return the methods that can run with this model."""
         return ["auto", *self._methods_of(model).runnable()]
 
-    def method(self, model: str, asked: str | None, *, is_seeded: bool) -> str:
+    def method(self, model: str, asked: str | None) -> str:
         """The method a request is decoded with.
 
         Args:
             model: as ``find`` gave it.
             asked: what the request says.
-            is_seeded: whether its text is drawn with a seed of its own.
 
         Raises:
             APIError: an unknown method, or one that is not ready here.
@@ -155,7 +150,7 @@ class Catalog:
                 f"method {chosen[:100]!r} is not ready on this server; use one of {', '.join(self.methods(model))}",
                 param="method",
             )
-        return SEEDED if chosen == "auto" and is_seeded else chosen
+        return chosen
 
     def drafter(self, model: str, method: str, num_draft_tokens: int | None, quality: float | None = None) -> Drafter:
         """Return the drafter of a method.

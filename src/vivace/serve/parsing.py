@@ -25,6 +25,10 @@ from vivace.serve.tool_reader import ToolReader
 from vivace.serve.tools import Tools
 from vivace.serve.validation import fields_of
 
+SEEDED = "lookup"
+"""Method used in place of ``auto`` for a text with a seed that depends on what is drafted for it. Its guesses use no
+random numbers, so the text does not depend on when the server chose to draft."""
+
 _SAY_LIMIT = frozenset({"max_new_tokens", "max_length"})
 """Keys of ``generation_config.json`` that limit the length of answers."""
 
@@ -150,16 +154,30 @@ class RequestParser:
         Raises:
             UsageError: a field that this model or server cannot follow; a ``APIError`` names it.
         """
+        parsed = self._parsed(begun, owner, begun.body.method)
+        if parsed.method == "auto" and begun.body.seed is not None and not all(map(self._is_settled, parsed.requests)):
+            return self._parsed(begun, owner, SEEDED)
+        return parsed
+
+    def _is_settled(self, request: Request) -> bool:
+        """Return whether the text of a request with a seed is the same whatever is drafted for it: it is greedy, or
+        drawn with noise that depends on the seed, the position and the token only (``core/draws.py``).
+        """
+        draws_natively = self.engine.model.backend.chain is not None
+        return request.sampling.is_greedy or (request.is_drawn_from_logits and draws_natively)
+
+    def _parsed(self, begun: Begun, owner: bytes, method: str | None) -> ParsedRequest:
+        """Return the requests of a body, decoded with a method; None takes the model's own."""
         body, prompts = begun.body, [list(prompt) for prompt in begun.prompts if not isinstance(prompt, str)]
         assert len(prompts) == len(begun.prompts), "long texts are tokenized by now"
         if isinstance(body, ChatBody):
             num_top = body.top_logprobs if body.logprobs else None
-            parsed = self._requests_of(body, owner, prompts, body.limit, num_top)
+            parsed = self._requests_of(body, owner, prompts, body.limit, num_top, method)
             parsed = self._with_tools(parsed, body) if body.reads_calls else parsed
         else:
             assert isinstance(body, CompletionBody)
             limit = 1 if body.max_tokens == 0 else body.max_tokens  # nothing to write: only the prompts are scored
-            parsed = self._requests_of(body, owner, prompts, limit, body.logprobs)
+            parsed = self._requests_of(body, owner, prompts, limit, body.logprobs, method)
         return replace(parsed, requests=bound(parsed.requests, begun.binds))
 
     def to_tokenize(self, raw: bytes) -> tuple[str, bool]:
@@ -219,20 +237,19 @@ class RequestParser:
         prompts: list[list[int]],
         limit: int | None,
         num_top: int | None,
+        method: str | None,
     ) -> ParsedRequest:
         """Make the requests, with log p of ``num_top`` tokens per position, or without log-probabilities
-        if it is None.
+        if it is None, decoded with a method, or with the model's own if that is None.
         """
         model = self.catalog.find(body.model)
         if self.engine.model.encoder is not None and getattr(body, "echo", False):
             raise APIError(400, "echo is for models that continue a prompt; it is the source of this one", param="echo")
         options = self._options(body, limit, num_top is not None)
-        draws = not self.engine.sampling(options).is_greedy
         is_plain = options.beams(self.engine.defaults) is not None or self.engine.model.encoder is not None
         if is_plain and body.method not in (None, "auto", "plain"):
             raise APIError(400, f"method {body.method} drafts for one text without a source", param="method")
-        asked = "plain" if is_plain else body.method
-        method = self.catalog.method(model, asked, is_seeded=draws and body.seed is not None)
+        method = self.catalog.method(model, "plain" if is_plain else method)
         if options.prefill != "full":
             check_method(method, options.prefill)
         with self._drafters:  # they are made when they are first asked for
