@@ -19,6 +19,9 @@ from vivace.checkpoint.soft_prompt import load_soft_prompt, save_soft_prompt
 from vivace.core.step import Step
 from vivace.engine import Engine
 from vivace.errors import CapacityError, ConfigError, CorruptError, MismatchError, NotFoundError, UnsupportedError
+from vivace.evaluate.judging import JudgedSystem, judge
+from vivace.evaluate.likelihood import LikelihoodReader, question_of
+from vivace.evaluate.zeroshot import TaskRow
 from vivace.methods.table import METHODS
 
 PROMPTS = ["the quick brown fox the quick", "abc", "x", "aaaa bbbb aaaa", "bob aka bob aka"]
@@ -245,3 +248,40 @@ def test_files_are_those_of_peft_and_wrong_ones_are_refused(base: Path, tmp_path
         loaded.generate([5] * 500, max_new_tokens=10)
     with pytest.raises(ConfigError, match="there is no pool"):
         engine.generate("abc", soft_prompt="a", max_new_tokens=2)
+
+
+def test_rows_are_judged_behind_the_soft_prompt_that_they_get(engine: Engine) -> None:
+    pool = engine.prompt_pool
+    assert pool is not None
+    reader, tokenizer = LikelihoodReader(engine.model), engine.tokenizer
+    question = question_of(tokenizer, PROMPTS[0], [" brown fox jumps", " the"])
+    embeddings = drawn(engine.model.config.width, {"one": 5, "two": 20, "long": 70})
+    for name, member in pool.members.items():
+        found = reader.logits(question, member)
+        for logits, option in zip(found, question.options, strict=True):
+            tokens = [*question.context, *option[:-1]]
+            wanted = logits_behind(engine, embeddings[name], tokens)[len(question.context) - 1 :].float()
+            atol = 2e-4 if engine.model.dtype == torch.float32 else 0.5
+            torch.testing.assert_close(logits, wanted, atol=atol, rtol=2e-4)
+    plain = reader.logits(question)
+    assert not torch.allclose(plain[0], reader.logits(question, pool.find("long"))[0], atol=0.1)
+
+
+def test_a_row_s_soft_prompt_is_chosen_once_and_never_from_its_options(engine: Engine) -> None:
+    pool = engine.prompt_pool
+    assert pool is not None
+    asked: list[list[int]] = []
+    read = pool.choose
+    pool.choose = lambda tokens: asked.append(list(tokens)) or read(tokens)  # type: ignore[func-returns-value, method-assign]
+    try:
+        rows = [
+            TaskRow("a", ("one two",), (" x", " long option"), 0),
+            TaskRow("b", ("bob met ann", "bob met tom"), (" today",), 1),
+        ]
+        found = judge([JudgedSystem("plain", engine, None, "none"), JudgedSystem("auto", engine)], rows)
+    finally:
+        del pool.choose
+    assert asked == [engine.tokenizer.encode(text) for text in ("one two", "bob met ")]
+    assert [one.nll_change.estimate == 0 for one in found if one.nll_change is not None] == [False, False]
+    with pytest.raises(ConfigError, match="soft_prompt is 'tow'"):
+        judge([JudgedSystem("a", engine, None, "tow")], rows)

@@ -6,9 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.conftest import Outcome
 from tests.tiny_checkpoints import make_checkpoint
+from vivace.checkpoint.load import load_config
+from vivace.checkpoint.soft_prompt import save_soft_prompt
+from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.evaluate.zeroshot import TaskRow, save_task
 
 CHOICES = [
@@ -37,6 +41,23 @@ def test_the_command_prints_a_table_and_refuses_flags_of_answers(
     assert "--weights is about answers" in cli(*words, "--weights", "q4").err
     assert "compared by --tasks" in cli("evaluate", folder, folder).err
     assert "no file" in cli("evaluate", folder, "--tasks", tmp_path / "none.jsonl").err
+
+
+def test_models_are_judged_without_and_behind_a_soft_prompt(
+    cli: Callable[..., Outcome], folder: Path, tmp_path: Path
+) -> None:
+    save_task(tmp_path / "places.jsonl", CHOICES)
+    width, drawn, tokenizer = load_config(folder).width, torch.Generator().manual_seed(0), load_tokenizer(folder)
+    for name in ("one", "two"):
+        save_soft_prompt(tmp_path / "pool" / name, torch.randn(5, width, generator=drawn), tokenizer, None)
+    words = ("evaluate", folder, "--tasks", tmp_path / "places.jsonl", "--dtype", "float32", "--json")
+    found = cli(*words, "--prompt-pool", tmp_path / "pool").json
+    assert found["setting"]["models"] == [folder.name, f"{folder.name} + pool"]
+    assert found["judgements"][1]["nll_change"]["estimate"] != 0
+    one = cli(*words, "--prompt-pool", tmp_path / "pool", "--soft-prompt", "one").json
+    assert one["setting"]["models"][1] == f"{folder.name} + pool one"
+    assert "give the pool" in cli(*words, "--soft-prompt", "one").err
+    assert "--tasks" in cli("evaluate", folder, "--prompt-pool", tmp_path / "pool").err
 
 
 def test_public_files_are_written_and_what_has_no_options_is_said(cli: Callable[..., Outcome], tmp_path: Path) -> None:

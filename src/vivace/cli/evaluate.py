@@ -66,6 +66,8 @@ def evaluate(
     adapter: options.Adapter = None,
     use: options.Use = None,
     ignore_config_key: options.IgnoreConfigKey = None,
+    prompt_pool: options.PromptPool = None,
+    soft_prompt: options.SoftPrompt = None,
     raw: options.Raw = False,
     reading: options.PrefillFlags,
     wires: WireFlags,
@@ -78,19 +80,23 @@ def evaluate(
 
     With --wire it measures instead what forms of sums over ranks change, by the perplexity of a text.
 
-    With --tasks models are judged by how likely they find the right options and texts.
+    With --tasks models are judged by how likely they find the right options and texts; with --prompt-pool each of them
+    without a soft prompt and behind the one that every row gets.
     """
     from vivace.evaluate.provenance import provenance
     from vivace.kernels.low_bit import Weights, check_weights
 
     load = options.LoadFlags(adapter, device=device, dtype=dtype, kernels=kernels, ignore_config_key=ignore_config_key)
     way = options.given(**vars(reading))
+    if not tasks and (prompt_pool is not None or soft_prompt is not None):
+        raise ConfigError("--prompt-pool and --soft-prompt are for models that are judged by --tasks FILE")
     if tasks:
         given = {"--weights": weights != FORMATS, "--prompts": prompts != "e2e", "--raw": raw, "--prefill": bool(way)}
         given |= {"--wire": wires != WireFlags()}
         given["--max-new-tokens"] = max_new_tokens != LONGEST
         check_unused(given)
-        judge_models(models or [None], tasks, load, limit=limit, use=use, as_json=as_json)
+        load = replace(load, prompt_pool=prompt_pool)
+        judge_models(models or [None], tasks, load, limit=limit, use=use, soft_prompt=soft_prompt, as_json=as_json)
         return
     if models and len(models) > 1:
         raise ConfigError(f"{len(models)} models are compared by --tasks FILE; without it name one")

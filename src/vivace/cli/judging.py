@@ -14,7 +14,7 @@ from vivace.errors import ConfigError
 
 if TYPE_CHECKING:
     from vivace.evaluate.bootstrap import Interval
-    from vivace.evaluate.judging import Judgement
+    from vivace.evaluate.judging import JudgedSystem, Judgement
 
 
 def check_unused(given: Mapping[str, bool]) -> None:
@@ -34,22 +34,22 @@ def judge_models(
     *,
     limit: int | None,
     use: str | None,
+    soft_prompt: str | None,
     as_json: bool,
 ) -> None:
-    """Judge models on task files and print what was found; the first model is the one that others are compared with."""
-    from vivace.evaluate.judging import JudgedSystem, judge, mean_accuracy
+    """Judge models on task files and print what was found; the first model is the one that others are compared with.
+
+    With a pool of soft prompts each model is judged without one, and behind the one that a row gets.
+
+    Raises:
+        ConfigError: a soft prompt is named without a pool.
+    """
+    from vivace.evaluate.judging import judge, mean_accuracy
     from vivace.evaluate.provenance import provenance
     from vivace.evaluate.zeroshot import load_task
 
     rows = [row for path in tasks for row in load_task(path, limit)]
-    systems = []
-    for name in models:
-        engine = open_engine(name, (), load, use=use)
-        systems.append(JudgedSystem(engine.folder.name if name else "shipped", engine, use))
-    if len({system.name for system in systems}) < len(systems):
-        systems = [
-            JudgedSystem(name or "shipped", each.engine, use) for name, each in zip(models, systems, strict=True)
-        ]
+    systems = _systems(models, load, use, soft_prompt)
     with console.progress("judging") as progress:
         found = judge(systems, rows, on_progress=progress)
     if as_json:
@@ -59,12 +59,40 @@ def judge_models(
             "tasks": [path.name for path in tasks],
         }
         setting |= {"num_rows": len(rows), "limit": limit, "adapter": use}
+        if load.prompt_pool is not None:
+            setting["prompt_pool"] = load.prompt_pool.name
         console.json({"provenance": where, "setting": setting, "judgements": [asdict(one) for one in found]})
         return
     _print(found)
     for system in systems:
         if (mean := mean_accuracy(found, system.name)) is not None:
             console.result(f"{system.name}: {mean:.1%} right by byte, mean over tasks")
+
+
+def _systems(
+    models: Sequence[str | None], load: LoadFlags, use: str | None, soft_prompt: str | None
+) -> list[JudgedSystem]:
+    """Open models, each under a name of its own; those with a pool of soft prompts are there without and with it."""
+    from vivace.adapters.pool.pool import AUTO, NONE
+    from vivace.evaluate.judging import JudgedSystem
+
+    if soft_prompt is not None and load.prompt_pool is None:
+        raise ConfigError("--soft-prompt names one of a pool; give the pool as --prompt-pool DIR")
+    engines = [open_engine(name, (), load, use=use) for name in models]
+    names = [engine.folder.name if name else "shipped" for name, engine in zip(models, engines, strict=True)]
+    if len(set(names)) < len(names):
+        names = [name or "shipped" for name in models]
+    if load.prompt_pool is None:
+        return [JudgedSystem(name, engine, use) for name, engine in zip(names, engines, strict=True)]
+    added = f"{load.prompt_pool.name}{'' if soft_prompt is None else f' {soft_prompt}'}"
+    return [
+        system
+        for name, engine in zip(names, engines, strict=True)
+        for system in (
+            JudgedSystem(name, engine, use, NONE),
+            JudgedSystem(f"{name} + {added}", engine, use, soft_prompt or AUTO),
+        )
+    ]
 
 
 def _print(found: Sequence[Judgement]) -> None:

@@ -19,7 +19,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from vivace.adapters.pool.pool import AUTO
 from vivace.checkpoint.tokenizer import require_same_pieces
+from vivace.decode.request import Lead
+from vivace.errors import UnsupportedError
 from vivace.evaluate.bootstrap import Interval, paired_bootstrap
 from vivace.evaluate.likelihood import ContextOptions, LikelihoodReader, ScoredOptions, likelihood, question_of
 from vivace.evaluate.zeroshot import TaskRow
@@ -39,6 +42,10 @@ class JudgedSystem:
     engine: ScoredOptions
     adapter: str | None = None
     """Name of the LoRA that it wears."""
+    soft_prompt: str = AUTO
+    """Which soft prompt of the engine's pool, if it has one, stands in front of each row: the name of a member, "none",
+    or "auto", with which the first layer chooses. It chooses once a row, from what all contexts of the row begin with,
+    and never from an option; a row that wears a LoRA then has none."""
 
 
 @dataclass
@@ -100,6 +107,8 @@ def judge(
     Raises:
         CapacityError: a text is longer than a model's context.
         MismatchError: tokenizers differ, so that likelihoods of tokens cannot be compared.
+        ConfigError: a system names a soft prompt that its pool does not have.
+        UnsupportedError: a system names both a soft prompt and a LoRA.
     """
     for other in systems[1:]:
         require_same_pieces(systems[0].engine.tokenizer, other.engine.tokenizer)
@@ -128,6 +137,20 @@ def _reader(system: JudgedSystem) -> LikelihoodReader:
     return LikelihoodReader(system.engine.model, system.engine.adapters.worn(system.adapter))
 
 
+def _lead(system: JudgedSystem, row: TaskRow | ContextOptions) -> Lead | None:
+    """Return the soft prompt that a row stands behind."""
+    pool, asked = system.engine.prompt_pool, system.soft_prompt
+    if pool is None or (asked == AUTO and system.adapter is not None):
+        return None
+    if system.adapter is not None:
+        raise UnsupportedError("a soft prompt cannot be combined with a LoRA; leave out one of them")
+    if isinstance(row, ContextOptions):
+        return pool.member(asked, row.context)
+    contexts = [system.engine.tokenizer.encode(context) for context in row.contexts]
+    count = next((at for at, tokens in enumerate(zip(*contexts, strict=False)) if len(set(tokens)) > 1), None)
+    return pool.member(asked, contexts[0][:count] or contexts[0])
+
+
 def _longest(systems: Sequence[JudgedSystem]) -> int:
     return min(system.engine.model.config.max_positions for system in systems)
 
@@ -154,7 +177,8 @@ def _mark(
     first: list[Tensor] = []
     for system, reader, own in zip(systems, readers, marks, strict=True):
         asked = [row] if isinstance(row, ContextOptions) else list(_questions(row, system.engine))
-        logits = [each for question in asked for each in reader.logits(question)]
+        lead = _lead(system, row)
+        logits = [each for question in asked for each in reader.logits(question, lead)]
         options = [option for question in asked for option in question.options]
         values = [likelihood(*each) for each in zip(logits, options, strict=True)]
         gold = 0 if isinstance(row, ContextOptions) else row.gold or 0

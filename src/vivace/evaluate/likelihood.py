@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from vivace.adapters.pool.pool import PromptPool
 from vivace.adapters.registry import Registry
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.core.cache import KVCache
@@ -27,6 +28,7 @@ from vivace.core.seams import SlotState
 from vivace.core.step import Step
 from vivace.decode.forward import ForwardPass, threads_of
 from vivace.decode.prefix import CHUNK
+from vivace.decode.request import Lead
 from vivace.errors import CapacityError, ConfigError, UnsupportedError
 
 BRANCH_ROWS = 64
@@ -64,6 +66,7 @@ class ScoredOptions(Protocol):
     model: Decoder
     tokenizer: Tokenizer
     adapters: Registry
+    prompt_pool: PromptPool | None
 
 
 def log_likelihoods(
@@ -146,24 +149,32 @@ class LikelihoodReader:
         self.adapter = adapter
 
     @torch.inference_mode()
-    def logits(self, question: ContextOptions) -> list[Tensor]:
+    def logits(self, question: ContextOptions, lead: Lead | None = None) -> list[Tensor]:
         """Return the logits before each token of each option, (tokens of the option, V) float32 each.
+
+        Args:
+            question: what is read.
+            lead: the soft prompt in front of it, or None.
 
         Raises:
             CapacityError: a text is longer than the model's context.
         """
         model = self.model
-        longest = len(question.context) + max(map(len, question.options)) - 1
+        num_leading = 0 if lead is None else lead.count
+        longest = num_leading + len(question.context) + max(map(len, question.options)) - 1
         if longest > model.config.max_positions:
+            behind = f" behind a soft prompt of {num_leading}" if num_leading else ""
             raise CapacityError(
-                f"a context with its option has {longest + 1} tokens; the context of this model holds "
-                f"{model.config.max_positions}"
+                f"a context with its option has {longest + 1 - num_leading} tokens{behind}; the context of this model "
+                f"holds {model.config.max_positions}"
             )
         rows = 1 + sum(len(option) - 1 for option in question.options)
-        cache = model.new_cache(1, len(question.context) + rows)
+        cache = model.new_cache(1, num_leading + len(question.context) + rows)
         states: list[SlotState] = [cache, *(part.open(cache) for part in model.stateful)]
         try:
             cache.adapters.give(0, self.adapter)
+            if lead is not None:
+                lead.attach(0, cache)
             cache.prompts[0] = len(question.context)
             with threads_of(model):
                 tops = self._branches(question, cache, states)

@@ -102,6 +102,16 @@ class PromptPool:
         scores = self.scores(tokens)
         return self.members[max(scores, key=lambda name: scores[name])]
 
+    def member(self, asked: str, tokens: Sequence[int]) -> Member | None:
+        """Return the member that a text gets: a named one, the one that the first layer chooses ("auto"), or none.
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        if asked == NONE:
+            return None
+        return self.choose(tokens) if asked == AUTO else self.find(asked)
+
     def find(self, name: str) -> Member:
         """Return a member.
 
@@ -135,8 +145,7 @@ def behind(request: Request, pool: PromptPool, asked: str) -> Request:
     for what, is_there in conflict.items():
         if is_there:
             raise UnsupportedError(f"a soft prompt cannot be combined with {what}; leave out one of them")
-    member = pool.choose(request.tokens) if asked == AUTO else pool.find(asked)
-    return replace(request, lead=member)
+    return replace(request, lead=pool.member(asked, request.tokens))
 
 
 def why_no_pool(model: Decoder) -> str | None:
