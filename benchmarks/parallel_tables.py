@@ -106,10 +106,13 @@ def decoding(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def wires(folder: Path) -> str:
-    """Return perplexities of forms of sums, with bits of a number everything counted."""
+    """Return perplexities of forms of sums, with bits of a number everything counted, and scores of task files."""
     made = []
     for path in sorted(folder.glob(f"{WIRES}*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
+        if "tasks" in found["setting"]:
+            made.append(retained(found))
+            continue
         rows = [
             (
                 row["wire"],
@@ -128,6 +131,31 @@ def wires(folder: Path) -> str:
             + table(("form", "ranks", "bits a number", "perplexity", "clipped"), rows)
         )
     return "\n\n".join(made) or "No run is committed yet."
+
+
+def retained(found: dict[str, Any]) -> str:
+    """Return what forms of sums leave of the score of one process."""
+    setting, counted = found["setting"], found["setting"]["counted"]
+    body = []
+    for one in found["wires"]:
+        judged = one["judgements"]
+        divergences = [each["kl"] for each in judged if each["kl"] is not None]
+        body.append(
+            (
+                one["wire"],
+                str(one["ranks"]),
+                *("-" if value is None else f"{value:.1%}" for value in (one["mean"], one["retained"])),
+                *(f"{each['accuracy_by_byte']:.1%}" for each in judged if each["task"] in counted),
+                f"{sum(divergences) / len(divergences):.4f}" if divergences else "-",
+            )
+        )
+    caption = f"{captions.heading(found['provenance'], 'torch')}, `{setting['model']}`"
+    rows = {each["task"]: each["num_rows"] for each in found["wires"][0]["judgements"]}
+    left = [task for task in rows if task not in counted]
+    sizes = ", ".join(f"{task} {count}" for task, count in rows.items())
+    without = f" Not above chance, and not in the mean: {', '.join(left)}." if left else ""
+    heads = ("form", "ranks", "right by byte", "of one process", *counted, "KL")
+    return f"{caption}, zero-shot tasks, the first rows of each ({sizes}).{without}\n\n" + table(heads, body)
 
 
 def simulated(folder: Path) -> str:

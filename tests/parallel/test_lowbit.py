@@ -185,3 +185,32 @@ def test_a_calibration_of_something_else_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**written, "kind": "medusa"}))
     with pytest.raises(MismatchError, match="not a calibration"):
         Calibration.read(folder, base, 2, "float32")
+
+
+def test_errors_are_fed_back_to_the_next_sum() -> None:
+    calibration, width = calibrated(2), WIDTH
+    drawn = torch.Generator().manual_seed(5)
+    whole = Calibration(2, "float32", *(part.repeat(8, 1, 1) for part in calibration.tensors().values()))
+    rows = [torch.randn(20, width, generator=drawn) for _ in range(16)]
+    points = [(layer, site) for layer in range(8) for site in ("o", "down")]
+    left = {}
+    for form in ("lowbit", "open"):
+        wire = LowBitWire(whole, form)
+        for _ in range(2):  # another pass begins without the errors of the last one
+            sent = [wire.code(at).add(list(wire.encode(x, at, 0))) for at, x in zip(points, rows, strict=True)]
+            left[form] = (torch.stack(rows).sum(0) - torch.stack(sent).sum(0)).norm()
+        first = LowBitWire(whole, "open").encode(rows[0], points[0], 0)
+        assert torch.equal(sent[0], wire.code(points[0]).add(list(first)))
+        last = rows[-1] - sent[-1]
+    assert left["lowbit"] < left["open"] / 2
+    assert left["lowbit"] < 2 * last.norm(), "the stream lacks the errors of one sum"
+    fixed = LowBitWire(whole, "lowbit", feeds_back=False)
+    again = [fixed.code(at).add(list(fixed.encode(x, at, 0))) for at, x in zip(points, rows, strict=True)]
+    assert torch.equal(torch.stack(again), torch.stack(sent))
+
+
+def test_nothing_is_fed_back_to_other_rows() -> None:
+    wire, rows = LowBitWire(calibrated(2), "lowbit"), torch.randn(9, WIDTH)
+    wire.encode(rows, (0, "o"), 0)
+    fewer = wire.encode(rows[-1:], (0, "down"), 0)
+    assert torch.equal(fewer[0], LowBitWire(calibrated(2), "open").encode(rows[-1:], (0, "down"), 0)[0])

@@ -78,7 +78,7 @@ def evaluate(
     With --use all of them wear the same LoRA. With --prefill they are answers to prompts that are read so, and the
     model as stored reads its own in full; what is only known of a full reading is left out.
 
-    With --wire it measures instead what forms of sums over ranks change, by the perplexity of a text.
+    With --wire it measures instead what forms of sums over ranks change, by the perplexity of a text or by --tasks.
 
     With --tasks models are judged by how likely they find the right options and texts; with --prompt-pool each of them
     without a soft prompt and behind the one that every row gets.
@@ -92,9 +92,16 @@ def evaluate(
         raise ConfigError("--prompt-pool and --soft-prompt are for models that are judged by --tasks FILE")
     if tasks:
         given = {"--weights": weights != FORMATS, "--prompts": prompts != "e2e", "--raw": raw, "--prefill": bool(way)}
-        given |= {"--wire": wires != WireFlags()}
         given["--max-new-tokens"] = max_new_tokens != LONGEST
         check_unused(given)
+        if wires != WireFlags():
+            worn = {"--use": bool(use), "--prompt-pool": bool(prompt_pool), "--soft-prompt": bool(soft_prompt)}
+            for flag in (flag for flag, is_given in worn.items() if is_given):
+                raise ConfigError(f"{flag} has no effect on what --wire compares; leave out one of them")
+            if models and len(models) > 1:
+                raise ConfigError(f"--wire compares forms of sums of one model, found {len(models)}")
+            evaluate_wires(models[0] if models else None, wires, load, tasks=tasks, limit=limit, as_json=as_json)
+            return
         load = replace(load, prompt_pool=prompt_pool)
         judge_models(models or [None], tasks, load, limit=limit, use=use, soft_prompt=soft_prompt, as_json=as_json)
         return

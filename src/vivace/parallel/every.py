@@ -100,7 +100,7 @@ class EveryLoading(SharedLoading):
         stages = load_stages(self.world, options, passes.STAGES)
         for decoder in (whole, share, stages):
             decoder.store_entries(options.kv)
-        forms = {name: wire_of(name, options.folder, self.world.size, whole.dtype) for name in self._names}
+        forms = {name: wire_of(name, options, self.world.size, whole.dtype) for name in self._names}
         self._switch.forms = forms
         facts: dict[str, Any] = {
             "vivace": getattr(sys.modules.get("vivace"), "__version__", None),

@@ -219,7 +219,7 @@ def load_share(world: World, wire: str | Wire, options: LoadOptions) -> Decoder:
 
     shard = shard_of(config, share, has_ends=world.leads)
     decoder = options.decoder(made, parts=parts, shard=shard)
-    world.wire = wire_of(wire, options.folder, world.size, decoder.dtype) if isinstance(wire, str) else wire
+    world.wire = wire_of(wire, options, world.size, decoder.dtype) if isinstance(wire, str) else wire
     collective.wire = world.wire
     return decoder
 
@@ -245,7 +245,7 @@ def load_stages(world: World, options: LoadOptions, offset: int = 0) -> Decoder:
     return options.decoder(made, parts=PipelineParts(config, leader))
 
 
-def wire_of(name: str, folder: Path, num_ranks: int, dtype: torch.dtype) -> Wire:
+def wire_of(name: str, options: LoadOptions, num_ranks: int, dtype: torch.dtype) -> Wire:
     """Return the form of sums that a user named, with the calibration of a model where it has one.
 
     Raises:
@@ -257,11 +257,13 @@ def wire_of(name: str, folder: Path, num_ranks: int, dtype: torch.dtype) -> Wire
     if found is None:
         return find_wire(name)
     form, given = found
+    folder = options.folder
     place = folder / "adapters" if given is None else Path(given)
     if given is None or (place / f"{KIND}-{num_ranks}").is_dir():
         place = place / f"{KIND}-{num_ranks}"
     kind = str(dtype).removeprefix("torch.")
-    return LowBitWire(Calibration.read(place, base_hash(folder), num_ranks, kind), form)
+    calibration = Calibration.read(place, base_hash(folder), num_ranks, kind)
+    return LowBitWire(calibration, form, feeds_back=options.config.norm_placement == "pre")
 
 
 def check_model(config: ModelConfig) -> None:

@@ -9,6 +9,14 @@ The paper's form, named "paper", takes the largest number that calibration saw (
 rare large numbers are clipped. And each row of a rank sends one byte by which all its steps are multiplied, since rows
 differ in size far more than the features of one row do. "int4" keeps no feature, "random" keeps as many as the paper,
 drawn at random: the paper's own comparisons.
+
+And **errors are fed back**: what the codes of a rank have left out of a row at one sum is added to its part of that row
+at the next sum. The residual stream adds up all sums, so that it lacks the errors of the last sum alone:
+
+    y_p = x_p + e_(p-1)      e_p = y_p - Q(y_p)      sum over p of Q(y_p) = (sum over p of x_p) - e_P
+
+as a sigma-delta modulator does in time. It needs a residual stream to which sums are added as they are, not through a
+norm behind them. "open" is ours without it.
 """
 
 from __future__ import annotations
@@ -30,7 +38,7 @@ from vivace.errors import MismatchError, NotFoundError
 from vivace.kernels.wire import LEAST_STEP, WireCode
 
 KIND = "lowbit"
-FORMS = ("lowbit", "int4", "paper", "random")
+FORMS = ("lowbit", "open", "int4", "paper", "random")
 """Forms whose steps are calibrated."""
 SITES = ("o", "down")
 """Where a layer's products are added."""
@@ -117,10 +125,9 @@ class Calibration:
         is_kept = torch.zeros(self.width, dtype=torch.bool)
         is_kept[kept] = True
         rest = (~is_kept).nonzero().squeeze(1)
-        steps = self.step[place] if form == "lowbit" else torch.maximum(low.abs(), high.abs()) / 7
-        return WireCode(
-            is_kept.nonzero().squeeze(1), rest, steps[:, rest].clamp(min=LEAST_STEP).contiguous(), form == "lowbit"
-        )
+        is_ours = form in ("lowbit", "open")
+        steps = self.step[place] if is_ours else torch.maximum(low.abs(), high.abs()) / 7
+        return WireCode(is_kept.nonzero().squeeze(1), rest, steps[:, rest].clamp(min=LEAST_STEP).contiguous(), is_ours)
 
 
 def num_features(width: int, share: float) -> int:
@@ -134,14 +141,55 @@ def kept_features(ranges: Tensor, count: int) -> Tensor:
     return ranges.sum(0).argsort(descending=True, stable=True)[:count]
 
 
+class FedBack:
+    """What codes have left out of the rows of the pass that is under way, by who sends them."""
+
+    def __init__(self) -> None:
+        """Begin without errors."""
+        self._left: dict[tuple[int | None, int], Tensor] = {}
+        self._last = -1
+        """Place of the sum that was met last, in the order of layers."""
+        self._calls: Counter[int | None] = Counter()
+        """How often each source has sent rows of that sum: in two shots it sends them in slices."""
+
+    def meet(self, x: Tensor, point: Point, source: int | None) -> tuple[Tensor, tuple[int | None, int]]:
+        """Return rows (T, E) in float32 with what was left out of them, and the name under which to store the rest.
+
+        A sum that lies before the last one begins another pass, and other rows. Where a pass goes on with fewer of its
+        rows, as behind the last token of a prompt, nothing is added.
+        """
+        place = 2 * point[0] + SITES.index(point[1])
+        if place != self._last:
+            if place < self._last:
+                self._left.clear()
+            self._last = place
+            self._calls.clear()
+        name = source, self._calls[source]
+        self._calls[source] += 1
+        before = self._left.get(name)
+        return (x.float() if before is None or before.shape != x.shape else x.float() + before), name
+
+    def store(self, left: Tensor, name: tuple[int | None, int]) -> None:
+        """Store what codes have left out of rows (T, E)."""
+        self._left[name] = left
+
+
 class LowBitWire:
     """Implements ``Wire``: rows travel in the form that a calibration describes."""
 
     most_in_one_shot = 4
     """With more ranks, and for many rows, sums take two shots, which send less and round twice."""
 
-    def __init__(self, calibration: Calibration, form: str, keep: float = KEEP) -> None:
-        """Send rows in one of ``FORMS``."""
+    def __init__(self, calibration: Calibration, form: str, keep: float = KEEP, *, feeds_back: bool = True) -> None:
+        """Send rows in one of ``FORMS``.
+
+        Args:
+            calibration: of the model.
+            form: of the rows.
+            keep: share of the features that travel in bfloat16.
+            feeds_back: whether form "lowbit" adds errors to the next sum, which must then be of the same stream.
+        """
+        self._fed_back = FedBack() if form == "lowbit" and feeds_back else None
         self._calibration = calibration
         self._form = form
         self._keep = keep
@@ -159,8 +207,13 @@ class LowBitWire:
 
     def encode(self, x: Tensor, point: Point, source: int | None) -> tuple[Tensor, ...]:
         """Return the payload of rows."""
-        code = self.code(point)
-        payload, clipped = code.encode(x, self._calibration.num_ranks if source is None else source)
+        code, steps = self.code(point), self._calibration.num_ranks if source is None else source
+        if self._fed_back is None:
+            payload, clipped = code.encode(x, steps)
+        else:
+            whole, name = self._fed_back.meet(x, point, source)
+            payload, clipped = code.encode(whole, steps)
+            self._fed_back.store(whole - code.add([payload], steps), name)
         self.numbers[point] += len(x) * len(code.rest)
         self.clipped[point] += clipped
         return (payload,)
