@@ -95,12 +95,40 @@ def test_what_was_answered_before_a_stop_is_kept(
 def test_other_settings_do_not_continue_a_run(engine: vivace.Engine, source: Path) -> None:
     output = source.with_name("out.txt")
     journal = output.with_name(".out.txt.batch")
-    journal.write_text(json.dumps({"settings": {"model": "another"}}) + "\n")
+    row = {"line": 1, "prompt": "0", "answer": {"text": "kept"}}
+    journal.write_text(json.dumps({"settings": {"model": "another"}}) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(ConfigError, match="was begun with other settings"):
         answer_file(engine, source, output, Options.of(SETTINGS), num_workers=0)
     journal.write_text("no journal\n")
     with pytest.raises(CorruptError, match="no journal of vivace batch"):
         answer_file(engine, source, output, Options.of(SETTINGS), num_workers=0)
+
+
+def test_a_run_without_answers_leaves_nothing_and_binds_nobody(engine: vivace.Engine, source: Path) -> None:
+    output = source.with_name("out.txt")
+    journal = output.with_name(".out.txt.batch")
+    with pytest.raises(CapacityError, match="line 1"):
+        answer_file(engine, source, output, Options.of({"max_new_tokens": 10**9}), num_workers=0)
+    assert not journal.exists()
+    journal.write_text(json.dumps({"settings": {"model": "another"}}) + "\n")
+    answer_file(engine, source, output, Options.of(SETTINGS), num_workers=0)
+    assert output.read_text(encoding="utf-8") == expected(engine)
+
+
+def test_keys_and_values_in_other_bits_do_not_continue_a_run(
+    engine: vivace.Engine, source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    words = ["batch", str(source), str(source.with_name("out.txt")), "--model", str(engine.folder), "--workers", "0"]
+    words += ["--max-new-tokens", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "_write", full_disk)
+        assert run(words) == 1
+    assert run([*words, "--kv", "int8"]) == 2
+    assert "was begun with other settings" in capsys.readouterr().err
+    assert run(words) == 0
 
 
 def test_a_killed_process_is_an_error_and_nothing_is_lost(engine: vivace.Engine, source: Path) -> None:
@@ -161,6 +189,8 @@ def test_files_that_cannot_be(engine: vivace.Engine, tmp_path: Path) -> None:
     options, output = Options.of(SETTINGS), tmp_path / "out.txt"
     with pytest.raises(NotFoundError, match="no such file"):
         read_prompts(tmp_path / "none.txt")
+    with pytest.raises(NotFoundError, match="is a folder; name a file of prompts"):
+        read_prompts(tmp_path)
     path = tmp_path / "in.txt"
     path.write_bytes(b"one\ntwo \xff\n")
     with pytest.raises(CorruptError, match="line 2: not UTF-8 text"):
@@ -173,5 +203,7 @@ def test_files_that_cannot_be(engine: vivace.Engine, tmp_path: Path) -> None:
         answer_file(engine, path, output, options, num_workers=0)
     with pytest.raises(ConfigError, match="would replace the prompts"):
         answer_file(engine, path, path, options, num_workers=0)
+    with pytest.raises(ConfigError, match="is a folder; name a file for the answers"):
+        answer_file(engine, path, tmp_path, options, num_workers=0)
     with pytest.raises(ConfigError, match="batch_tokens must be at least 1"):
         answer_file(engine, path, output, options, num_workers=0, batch_tokens=0)

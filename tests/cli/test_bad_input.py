@@ -405,6 +405,41 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         USAGE,
         "is the base itself",
     ),
+    "gptq without a text": (
+        ("compress", "out", "--model", "tiny", "--bits", "4", "--method", "gptq"),
+        USAGE,
+        "give --data FILE",
+    ),
+    "tokens of no text": (
+        ("compress", "out", "--model", "tiny", "--bits", "4", "--tokens", "128"),
+        USAGE,
+        "--tokens and --longest are of a text to round for",
+    ),
+    "a share of nothing measured": (
+        ("convert", "out", "--model", "tiny", "--store", "--active", "0.6"),
+        USAGE,
+        "--active is a share of what --store --calibrate FILE measures",
+    ),
+    "lengths for a prefill": (
+        ("tune", "lazy", "--model", "tiny", "--lengths", "64"),
+        USAGE,
+        "--lengths and flags of ranks have no effect on lazy",
+    ),
+    "a floor for ranks": (
+        ("tune", "runahead", "--model", "tiny", "--floor", "0.5"),
+        USAGE,
+        "runahead divides prompts: leave out --floor",
+    ),
+    "formats of weights beside forms of sums": (
+        ("evaluate", "tiny", "--wire", "int8", "--weights", "q4"),
+        USAGE,
+        "--weights is about answers, and --wire asks for none",
+    ),
+    "a folder for answers": (
+        ("batch", "rows.jsonl", "begun", "--model", "tiny", "--workers", "0"),
+        USAGE,
+        "begun is a folder; name a file for the answers",
+    ),
     "a twin as wide": (("widen", "out", "--model", "tiny", "--factor", "1"), USAGE, "at least 2, found 1"),
 }
 

@@ -151,6 +151,10 @@ def test_bad_input(base: Path, made: Path, texts: Texts, tmp_path: Path) -> None
         CompressConfig(5)
     with pytest.raises(ConfigError, match="did you mean 'kmeans'"):
         CompressConfig(3, method="kmean")  # type: ignore[arg-type]
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"one \xff")
+    with pytest.raises(CorruptError, match="is not UTF-8 text"):
+        texts_of(base, binary)
     short = tmp_path / "short.txt"
     short.write_text("a b c", encoding="utf-8")
     with pytest.raises(ConfigError, match="too few to round by"):

@@ -43,6 +43,8 @@ class Journal:
             text = whole_lines(self.path)
             rows = [json.loads(row) for row in text.splitlines()]
             if rows and rows[0] != json.loads(first):
+                if len(rows) == 1:  # nothing was answered, so nothing is lost
+                    return 0
                 raise ConfigError(
                     f"{self.path} was begun with other settings, or by another model; repeat them, or delete it to "
                     "begin again"
@@ -74,9 +76,9 @@ class Journal:
         return [one for one in found if one is not None]
 
     def close(self, *, delete: bool = False) -> None:
-        """Close the file, and delete it where the output is complete."""
+        """Close the file, and delete it where the output is complete, or where it has no answer."""
         self._file.close()
-        if delete:
+        if delete or not self._rows:
             self.path.unlink(missing_ok=True)
 
 

@@ -56,6 +56,8 @@ def read_prompts(path: Path) -> list[Any]:
         CorruptError: it is not UTF-8 text.
         ConfigError: a line is empty, or there is none.
     """
+    if path.is_dir():
+        raise NotFoundError(f"{path} is a folder; name a file of prompts")
     if not path.is_file():
         raise NotFoundError(f"{path}: no such file")
     if {".jsonl", ".gz"} & set(path.suffixes):
@@ -105,6 +107,8 @@ def answer_file(
         raise ConfigError(
             f"batch_tokens must be at least 1 and workers at least 0, found {batch_tokens}, {num_workers}"
         )
+    if output.is_dir():
+        raise ConfigError(f"{output} is a folder; name a file for the answers")
     if source.resolve() == output.resolve():
         raise ConfigError(f"{output} would replace the prompts; name another file for the answers")
     started = time.perf_counter()

@@ -52,6 +52,9 @@ def batch(
             | {
                 "dtype": load.dtype,
                 "weights": load.weights,
+                "kv": load.kv,
+                "recovery": load.recovery,
+                "prompt_pool": None if load.prompt_pool is None else str(load.prompt_pool),
                 "kernels": engine.kernels.name,
                 "attention": engine.sources.name,
             },

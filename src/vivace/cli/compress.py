@@ -32,17 +32,24 @@ def compress(
         typer.Option(help="Bits a weight instead, codebooks and scales included: each matrix gets 2, 3, 4 or 8."),
     ] = None,
     method: Annotated[
-        str,
-        typer.Option(help="rtn (even steps), kmeans (weighted by inputs), fisher (by squared gradients), gptq."),
-    ] = "gptq",
+        str | None,
+        typer.Option(
+            help="rtn (even steps), kmeans (weighted by inputs), fisher (by squared gradients), gptq. Left out: gptq, "
+            "without --data kmeans."
+        ),
+    ] = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(help="Text to round for: prompts with references (.jsonl) or plain text; repeatable."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of it to use; an eighth more is held back.", min=64)] = (
-        DEFAULT_TOKENS
-    ),
-    longest: Annotated[int, typer.Option(help="Tokens of a row of text.", min=8)] = 512,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Tokens of it to use; an eighth more is held back. Left out: {DEFAULT_TOKENS}.",
+            min=64,
+        ),
+    ] = None,
+    longest: Annotated[int | None, typer.Option(help="Tokens of a row of text; left out: 512.", min=8)] = None,
     entries: Annotated[
         str, typer.Option(help="Of palettes: int8 (with a scale for each output and 64 inputs) or bfloat16.")
     ] = "int8",
@@ -61,8 +68,10 @@ def compress(
     _one_of("--ends", ends, ("int8", "keep"))
     if bits is None and bpw is None:
         bits = 4 if data is None else 3
-    if method == "gptq" and data is None and bits in (4, 8):
-        method = "kmeans"
+    if data is None and (tokens is not None or longest is not None):
+        raise ConfigError("--tokens and --longest are of a text to round for; give --data FILE, or leave them out")
+    if method is None:
+        method = "kmeans" if data is None and bits in (4, 8) else "gptq"
     if method == "edkm":
         raise ConfigError(
             "edkm trains, for longer than a command that rounds: vivace train palette --out OUT --data FILE"
@@ -70,7 +79,7 @@ def compress(
     _one_of("--method", method, METHODS)
     config = CompressConfig(bits, bpw, method, has_scales=entries == "int8", rounds_ends=ends == "int8")  # type: ignore[arg-type]
     folder = folder_of(model)
-    texts = None if data is None else _texts(folder, data, tokens, longest)
+    texts = None if data is None else _texts(folder, data, tokens or DEFAULT_TOKENS, longest or 512)
     with console.progress("rounding") as progress:
         made = write(folder, output, config, texts, note=console.note, progress=progress)
     if as_json:

@@ -72,7 +72,10 @@ def convert(
         Path | None,
         typer.Option(help="Prompts (.jsonl) to train predictors on (neurons), or to set thresholds by (selected)."),
     ] = None,
-    active: Annotated[float, typer.Option(help="Share of the neurons that --calibrate keeps (selected).")] = 0.5,
+    active: Annotated[
+        float | None,
+        typer.Option(help="Share of the neurons that --calibrate keeps (selected); left out: 0.5."),
+    ] = None,
     dtype: options.Dtype = "auto",
     kernels: Annotated[
         str, typer.Option(help="Those that shall stream a store: auto, torch, avx2, avx512 or amx.")
@@ -88,6 +91,8 @@ def convert(
     from vivace.checkpoint.gguf.written import write_checkpoint
 
     ignored = tuple(ignore_config_key or ())
+    if active is not None and (not store or calibrate is None):
+        raise ConfigError("--active is a share of what --store --calibrate FILE measures; give both, or leave it out")
     if dense and merge is None:
         if store or layout != "layers" or calibrate is not None or (kind, kernels) != ("auto", "auto"):
             raise ConfigError("--dense takes --model and --dtype; leave the others out")
@@ -100,7 +105,7 @@ def convert(
         _merge(folder_of(model), merge, output, as_json=as_json)
         return
     if store:
-        choice = StoreChoice(layout, dtype, calibrate, active, kernels, "bf16" if kind == "auto" else kind, ignored)
+        choice = StoreChoice(layout, dtype, calibrate, 0.5 if active is None else active, kernels, "bf16" if kind == "auto" else kind, ignored)
         _write_store(folder_of(model), output, choice, as_json=as_json)
         return
     _require_defaults(layout, calibrate, dtype, kernels)

@@ -109,6 +109,9 @@ def evaluate(
         raise ConfigError(f"{len(models)} models are compared by --tasks FILE; without it name one")
     model = models[0] if models else None
     if wires.wire is not None:
+        given = {"--weights": weights != FORMATS, "--prompts": prompts != "e2e", "--limit": limit is not None}
+        given |= {"--max-new-tokens": max_new_tokens != LONGEST, "--raw": raw, "--prefill": bool(way)}
+        check_unused(given | {"--use": use is not None}, "--wire")
         evaluate_wires(model, wires, load, as_json=as_json)
         return
     if wires != WireFlags():

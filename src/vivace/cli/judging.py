@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from vivace.evaluate.judging import JudgedSystem, Judgement
 
 
-def check_unused(given: Mapping[str, bool]) -> None:
-    """Refuse flags that are about answers.
+def check_unused(given: Mapping[str, bool], beside: str = "--tasks") -> None:
+    """Refuse flags that are about answers; ``beside`` names the flag that asks for none.
 
     Raises:
         ConfigError: one is given.
     """
     if idle := [flag for flag, is_given in given.items() if is_given]:
-        raise ConfigError(f"{idle[0]} is about answers, and --tasks asks for none; leave one of them out")
+        raise ConfigError(f"{idle[0]} is about answers, and {beside} asks for none; leave one of them out")
 
 
 def judge_models(

@@ -74,10 +74,16 @@ def tune(
     if method in PRUNING:
         if drafts != DraftFlags():
             raise ConfigError(f"{method} reads prompts: leave out --answers, --max-new-tokens, --longest and --batch")
+        if lengths is not None or ranks != options.ParallelFlags():
+            raise ConfigError(f"--lengths and flags of ranks have no effect on {method}; leave them out")
         engine = open_engine(model, (), load)
         rows = read_prompts(prompts, limit)
         tune_lazy(engine, rows, 0.99 if floor is None else floor, name=method, keep=keep, as_json=as_json)
     elif method == RUNAHEAD:
+        if floor is not None or drafts != DraftFlags():
+            raise ConfigError(
+                "runahead divides prompts: leave out --floor, --answers, --max-new-tokens, --longest and --batch"
+            )
         texts = [str(row.request) for row in read_prompts(prompts, None)]
         tune_runahead(model, lengths or "1k,2k,4k", texts, load, ranks, keep=keep, as_json=as_json)
     else:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.tokenizer import Tokenizer
-from vivace.errors import ConfigError, NotFoundError
+from vivace.errors import ConfigError, CorruptError, NotFoundError
 from vivace.prompts import load_prompts
 from vivace.train.data import Row, Rows, TokenBatch, collate, grouped, pairs_of
 
@@ -50,6 +50,7 @@ def read_texts(
 
     Raises:
         NotFoundError: there is no such file.
+        CorruptError: it is not UTF-8 text.
         ConfigError: there are too few rows.
     """
     rows = [row for path in paths for row in _rows_of(path, tokenizer, longest)]
@@ -78,7 +79,11 @@ def _rows_of(path: Path, tokenizer: Tokenizer, longest: int) -> list[Row]:
         known = [prompt for prompt in prompts if prompt.references]
         rows = [Row(tuple(tokenizer.encode_prompt(prompt.request)[:longest]), 1) for prompt in asked]
         return rows + (Rows(tokenizer, longest, cuts=True).encode(pairs_of(known)) if known else [])
-    tokens = tokenizer.encode(path.read_text(encoding="utf-8"), special=False)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptError(f"{path} is not UTF-8 text ({error.reason}); give prompts (.jsonl) or plain text") from error
+    tokens = tokenizer.encode(text, special=False)
     return [Row(tuple(tokens[at : at + longest]), 1) for at in range(0, len(tokens) - 1, longest)]
 
 
