@@ -270,8 +270,8 @@ def check_has_no_encoder(config: ModelConfig) -> None:
     """
     if config.encoder is not None:
         raise UnsupportedError(
-            "this checkpoint is an encoder-decoder model, which generate, batch, serve, bench beams and custom_generate "
-            "run and train summary and train translate teach; this is for decoders without an encoder"
+            "this checkpoint is an encoder-decoder model, which generate, batch, serve, bench beams and "
+            "custom_generate run, and train summary and train translate teach; this is for decoders without an encoder"
         )
 
 

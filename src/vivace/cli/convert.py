@@ -105,7 +105,8 @@ def convert(
         _merge(folder_of(model), merge, output, as_json=as_json)
         return
     if store:
-        choice = StoreChoice(layout, dtype, calibrate, 0.5 if active is None else active, kernels, "bf16" if kind == "auto" else kind, ignored)
+        share, weights = 0.5 if active is None else active, "bf16" if kind == "auto" else kind
+        choice = StoreChoice(layout, dtype, calibrate, share, kernels, weights, ignored)
         _write_store(folder_of(model), output, choice, as_json=as_json)
         return
     _require_defaults(layout, calibrate, dtype, kernels)
