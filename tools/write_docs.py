@@ -154,7 +154,7 @@ def native_table() -> str:
         apart = {name: why_no_span(config) for name, config in configs}
         single = {name: apart[name] or why_no_chain(config) for name, config in configs}
         if families.FAMILIES[family].has_encoder:  # no configuration was collected
-            apart = single = {family: "its layers read a source"}
+            apart, single = {family: None}, {family: "the text has a source"}
         rows.append((f"`{family}`", _unless(apart), _unless(single)))
     return table(("`model_type`", "several layers", "several tokens"), rows)
 
