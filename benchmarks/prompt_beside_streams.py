@@ -129,7 +129,7 @@ def tables(folder: Path) -> str:
     parts = []
     for path in sorted(folder.glob("*.json")):
         written = json.loads(path.read_text(encoding="utf-8"))
-        setting, rows = written["setting"], []
+        origin, setting, rows = written["provenance"], written["setting"], []
         for budget, found in written["found"].items():
             for name, own in found.items():
                 ratio = f"{own['p99_ratio']:.1f}x" if "p99_ratio" in own else ""
@@ -138,7 +138,7 @@ def tables(folder: Path) -> str:
                 same = "" if "same_ids" not in own else "yes" if own["same_ids"] else "no"
                 rows.append((budget, name, *figures, ratio, answered, same))
         parts.append(
-            f"{captions.heading(written['provenance'], 'native')}; {setting['model']}, a prompt of "
+            f"{captions.heading(origin, origin['best_kernels'])}; {setting['model']}, a prompt of "
             f"{setting['tokens']:,} tokens beside {setting['streams']} streams."
         )
         heads = ("budget", "prompt", "between tokens", "99 %", "longest", "beside none", "answered", "ids as alone")
