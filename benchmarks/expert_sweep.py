@@ -2,9 +2,9 @@
 
 The simulator replays a recorded trace on given machines: caches of 10 to 75 % of the experts, 1 to 50 GB/s, and as many
 predicted experts as asked for. A trace has predictions for one rate R; ``--rate R=FILE`` adds those of another, for
-half of the experts in memory. Writes ``sweep.json`` and draws ``experts.svg``: the speed-up over two baselines, loading
-on demand with an LRU cache and without a cache, and the latter by R and k'. The default sizes and times are those of a
-mixture like OLMoE-1B-7B in bfloat16 on an accelerator with a memory bandwidth of 800 GB/s: 12.58 MB per expert, 16 us
+a quarter and half of the experts in memory. Writes ``sweep.json`` and draws ``experts.svg``: the speed-up over two
+baselines, loading on demand with an LRU cache and without a cache, and the latter by R and k'. The default sizes and
+times are those of a mixture like OLMoE-1B-7B in bfloat16 on an accelerator with a memory bandwidth of 800 GB/s: 12.58 MB per expert, 16 us
 to read one, 40 us for the rest of a layer.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ BANDWIDTHS = (1.0, 3.0, 6.0, 12.0, 25.0, 50.0)
 """Bandwidths of the device in GB/s."""
 CLAIM = 2.9
 """Speed-up that the method's paper reports; cells that reach it are framed."""
-HALF = 0.5
-"""Share of the experts in memory for the sweep of rates."""
-COUNTS = (1, 2)
+RATE_SHARES = (0.25, 0.5)
+"""Shares of the experts in memory for the sweep of rates."""
+COUNTS = (1, 2, 3, 4)
 """Numbers k' of experts used of each prediction, for the sweep of rates."""
 
 
@@ -66,24 +67,22 @@ def sweep(trace: Trace, num_experts: int, machine: Machine) -> list[dict[str, An
 
 
 def sweep_rates(traces: Mapping[str, Trace], num_experts: int, machine: Machine) -> list[dict[str, Any]]:
-    """Simulate every rate, number of predicted experts and bandwidth, with half of the experts in memory."""
+    """Simulate every rate, number of predicted experts, share of the experts in memory and bandwidth."""
     rows = []
-    for rate, trace in traces.items():
+    for (rate, trace), share, bandwidth in product(traces.items(), RATE_SHARES, BANDWIDTHS):
+        here = replace(machine, num_slots=max(1, round(share * num_experts)), bytes_per_s=bandwidth * 1e9)
+        lru = simulate(trace, LeastRecent(), here, guesses=False)
+        none = simulate(trace, OnDemand(), here, guesses=False)
         for count in COUNTS:
-            told, of_layer = asked_for(trace, count), trace.num_experts
-            for bandwidth in BANDWIDTHS:
-                here = replace(machine, num_slots=max(1, round(HALF * num_experts)), bytes_per_s=bandwidth * 1e9)
-                ahead = simulate(told, NextUse(trace.num_layers, of_layer), here)
-                lru = simulate(told, LeastRecent(), here, guesses=False)
-                none = simulate(told, OnDemand(), here, guesses=False)
-                rows.append(
-                    {
-                        **{"rate": rate, "count": count, "gb_per_s": bandwidth},
-                        "over_lru": lru.total_s / ahead.total_s,
-                        "over_on_demand": none.total_s / ahead.total_s,
-                        "wasted": ahead.wasted / max(1, ahead.loads),
-                    }
-                )
+            ahead = simulate(asked_for(trace, count), NextUse(trace.num_layers, trace.num_experts), here)
+            rows.append(
+                {
+                    **{"rate": rate, "count": count, "share": share, "gb_per_s": bandwidth},
+                    "over_lru": lru.total_s / ahead.total_s,
+                    "over_on_demand": none.total_s / ahead.total_s,
+                    "wasted": ahead.wasted / max(1, ahead.loads),
+                }
+            )
     return rows
 
 
@@ -98,7 +97,8 @@ def draw(rows: Sequence[dict[str, Any]], rates: Sequence[dict[str, Any]], path: 
         for key, title in (("over_lru", "beside LRU on demand"), ("over_on_demand", "beside no cache"))
     ]
     if rates:
-        named = _cells(rates, "over_on_demand", lambda row: f"{row['rate']}, {row['count']}")
+        half = [row for row in rates if row["share"] == RATE_SHARES[-1]]
+        named = _cells(half, "over_on_demand", lambda row: f"{row['rate']}, {row['count']}")
         panels.append(("beside no cache, half in memory", "R, k'", named))
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

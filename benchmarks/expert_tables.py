@@ -186,12 +186,17 @@ def _speeds(speeds: list[float]) -> tuple[str, ...]:
 
 
 def _rates(rows: list[dict[str, Any]], speeds: list[float]) -> list[str]:
-    """Return a table of speed-ups over no cache and over LRU for each rate and number of predicted experts."""
-    if not rows:
-        return []
-    cells = []
-    for rate, count in dict.fromkeys((row["rate"], row["count"]) for row in rows):
-        of = {row["gb_per_s"]: row for row in rows if (row["rate"], row["count"]) == (rate, count)}
-        shown = (f"{of[s]['over_on_demand']:.2f}x, {of[s]['over_lru']:.2f}x" for s in speeds)
-        cells.append((f"{rate}, {count}", *shown))
-    return [table(("R, k', half in memory", *_speeds(speeds)), cells)]
+    """Return tables of speed-ups over no cache and over LRU for each rate and number of predicted experts, one for
+    each share of the experts in memory; sweeps of before say none and had half.
+    """
+    found = []
+    for share in sorted({row.get("share", 0.5) for row in rows}):
+        here = [row for row in rows if row.get("share", 0.5) == share]
+        cells = []
+        for rate, count in dict.fromkeys((row["rate"], row["count"]) for row in here):
+            of = {row["gb_per_s"]: row for row in here if (row["rate"], row["count"]) == (rate, count)}
+            shown = (f"{of[s]['over_on_demand']:.2f}x, {of[s]['over_lru']:.2f}x" for s in speeds)
+            cells.append((f"{rate}, {count}", *shown))
+        kept = "half" if share == 0.5 else f"{share:.0%}"
+        found.append(table((f"R, k', {kept} in memory", *_speeds(speeds)), cells))
+    return found

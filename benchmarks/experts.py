@@ -279,7 +279,7 @@ class Bench:
         expert = self.experts.expert(memory)
         x = torch.randn(1, self.store.config.width).to(self.store.dtype)
         times = []
-        bare: Any = type("NoDeltas", (), {"deltas": ()})()
+        bare: Any = type("NoDeltas", (), {"deltas": (), "low_rank": ()})()
         with torch.inference_mode():
             for _ in range(200):
                 begun = time.perf_counter()

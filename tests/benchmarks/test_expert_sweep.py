@@ -33,9 +33,9 @@ def test_every_cell(tmp_path: Path) -> None:
     rates = expert_sweep.sweep_rates(
         {"1.5": trace(), "2": trace()}, LAYERS * EXPERTS, Machine(1e9, 1_000_000, 1, 50e-6, 20e-6, chunk_bytes=1 << 20)
     )
-    assert len(rates) == 2 * len(expert_sweep.COUNTS) * len(expert_sweep.BANDWIDTHS)
-    half = {row["gb_per_s"]: row for row in rows if row["share"] == expert_sweep.HALF}
-    told = [row for row in rates if (row["rate"], row["count"]) == ("2", 2)]
+    assert len(rates) == 2 * len(expert_sweep.COUNTS) * len(expert_sweep.RATE_SHARES) * len(expert_sweep.BANDWIDTHS)
+    half = {row["gb_per_s"]: row for row in rows if row["share"] == expert_sweep.RATE_SHARES[-1]}
+    told = [row for row in rates if (row["rate"], row["count"], row["share"]) == ("2", 2, 0.5)]
     assert all(row["over_on_demand"] == half[row["gb_per_s"]]["over_on_demand"] for row in told), "the same trace"
     for name in ("a.svg", "b.svg"):
         expert_sweep.draw(rows, rates, tmp_path / name)

@@ -1,0 +1,482 @@
+"""Decode a mixture whose experts do not fit: ``python -m benchmarks.capped_experts STORE --json FILE --out DIR``.
+
+Every row is a process of its own in two control groups (version 1, as root). One limits memory, the page cache
+included, to what is resident, half of the experts and some room. The other is the kernel's throttle of block reads, so
+that the device has one known speed for everybody: direct reads, page faults and read-ahead alike. Libraries are loaded
+before. Files are dropped from the page cache before; what lies in caches of the machine's host cannot be.
+
+Rows are policies of the expert cache with direct reads, a plain memory map of the same store, llama.cpp's memory map
+of the same weights as GGUF, and transformers with accelerate's offload to disk. All continue the same token ids
+greedily. Times with all experts in memory, outside both groups, are measured first; the simulator replays the
+recorded traces with them and the stated speed.
+
+    python -m benchmarks.capped_experts moe.store --model moe --foresight moe/adapters/foresight --gb-per-s 2 --out out
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import captions
+from benchmarks.capped import GROUP, drop, enter, read_bytes
+from benchmarks.expert_guesses import load_around
+from benchmarks.expert_policies import LeastRecent, OnDemand
+from benchmarks.expert_traces import Trace
+from benchmarks.experts import CAPACITY, Bench, MethodSystem
+from tools.blocks import table
+from vivace.checkpoint.gguf.blocks import find_kind
+from vivace.checkpoint.gguf.file import Entry, Value, write_gguf
+from vivace.checkpoint.gguf.names import gguf_names
+from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.tokenizer import load_tokenizer
+from vivace.core.model import Decoder
+from vivace.core.moe import Expert
+from vivace.decode.plain import NoDrafts
+from vivace.evaluate.provenance import provenance
+from vivace.kernels.choice import choose
+from vivace.prompts import packaged_prompts
+from vivace.storage.experts.cache import Counts
+from vivace.storage.experts.policy import NextUse, Policy
+from vivace.storage.experts.store import StoredExperts
+from vivace.storage.store import open_store
+from vivace.units import format_bytes
+
+THROTTLE = Path("/sys/fs/cgroup/blkio/vivace-capped")
+"""The control group that slows reads down; removed after the measurement."""
+ROOM = 128 << 20
+"""Bytes of the limit beside weights: activations, keys and values, and whatever Python allocates."""
+POLICIES = ("on_demand", "lru", "next_layer", "ahead")
+"""Rows of the expert cache."""
+RIVALS = ("mmap", "llama.cpp", "accelerate")
+OTHERS = {
+    "mmap": "memory map, ours",
+    "llama.cpp": "memory map, llama.cpp",
+    "accelerate": "transformers with accelerate",
+}
+FEW = 8
+"""Tokens of each of two answers of the slowest rival."""
+MOST_S = 150
+"""Seconds after which a row is given up."""
+
+
+class MappedExperts:
+    """Experts over a memory map of their store: the page cache decides what is in memory. Stands in for a cache."""
+
+    def __init__(self, experts: StoredExperts) -> None:
+        self.counts, self.num_slots = Counts(), 0
+        with experts.store.path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        content = torch.frombuffer(self._map, dtype=torch.uint8)
+        places = {key: experts.offset(key) for key in experts.keys}
+        self._experts = {
+            key: experts.expert(content[place : place + experts.expert_bytes]) for key, place in places.items()
+        }
+
+    def fetch(self, layer: int, chosen: Sequence[int], *, is_prompt: bool) -> Iterator[tuple[int, Expert]]:
+        """Yield the experts that a layer chose; their pages are read when they run."""
+        for number in dict.fromkeys(chosen):
+            yield number, self._experts[layer, number]
+
+    def prefetch(self, layer: int, likely: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def predict_reuse(self, layer: int, passes: Sequence[float]) -> None:
+        """Do nothing."""
+
+
+def throttle(file: Path, gb_per_s: float) -> None:
+    """Put this process into a new control group that reads from the file's device no faster than that."""
+    THROTTLE.mkdir(exist_ok=True)
+    device = file.stat().st_dev
+    limit = f"{os.major(device)}:{os.minor(device)} {int(gb_per_s * 1e9)}\n"
+    (THROTTLE / "blkio.throttle.read_bps_device").write_text(limit)
+    (THROTTLE / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def confined(options: argparse.Namespace, file: Path) -> None:
+    """Enter both control groups before a file is read."""
+    drop(file)
+    enter(options.limit)
+    throttle(file, options.gb_per_s)
+
+
+def bench_of(options: argparse.Namespace) -> Bench:
+    """Open a store for a row of ours."""
+    ahead = [("ahead", options.foresight)] if options.foresight else []
+    told = {"store": options.store, "reader": "direct", "pace": None, "foresight": ahead}
+    return Bench(argparse.Namespace(**told, prompts=options.prompts, tokens=options.tokens))
+
+
+def ours(options: argparse.Namespace) -> dict[str, Any]:
+    """Answer all prompts with a policy of the expert cache, or with a memory map."""
+    confined(options, open_store(options.store).path)
+    bench = bench_of(options)
+    if options.row == "mmap":
+        mapped: Any = MappedExperts(bench.experts)
+        model = load_around(bench.store, bench.reader, mapped, bench.body)
+        system = MethodSystem("mmap", mapped, Trace(bench.store.config.num_layers), model, NoDrafts())
+    else:
+        layers = bench.store.config.num_layers
+        policies: dict[str, Policy] = {"on_demand": OnDemand(), "lru": LeastRecent()}
+        policy = policies.get(options.row) or NextUse(layers, bench.num_experts)
+        drafter = bench.drafters().get(options.row) or NoDrafts()
+        system = bench.system(policy, bench.num_slots(options.share), drafter, options.row)
+    before = 0
+    for place, prompt in enumerate(bench.prompts):
+        before = before if place != 1 else system.from_device
+        system.answer(prompt, options.tokens, counts=place > 0)
+    if options.row != "mmap":
+        system.trace.save(options.out / f"trace-{options.row}.json")
+    counts = system.cache.counts
+    found = {
+        "device_bytes": system.from_device - before,
+        "loads_per_token": system.loads_per_token,
+        "wait_s": counts.wait_s,
+        "wasted_share": counts.wasted / max(1, counts.loads),
+        "recall": system.trace.recall() if system.trace.predictions else None,
+    }
+    return measured(system.decode_s, [list(text) for text in system.texts]) | found
+
+
+def others(options: argparse.Namespace, load: Callable[[argparse.Namespace], Callable[[list[int], bool], int]]) -> Any:
+    """Answer all prompts with a function that takes new ids, and whether a text begins, and returns the likeliest."""
+    few = options.row == "accelerate"  # reads every weight for every token
+    prompts, count = prompts_of(options)[: 3 if few else None], min(options.tokens, FEW) if few else options.tokens
+    follow = load(options)
+    texts, seconds, before = [], [], 0
+    for place, prompt in enumerate(prompts):
+        before = before if place != 1 else read_bytes()
+        text, begun = [follow(list(prompt), True)], time.perf_counter()
+        while len(text) < count:
+            text.append(follow(text[-1:], False))
+        texts.append(text)
+        seconds += [time.perf_counter() - begun] if place else []
+    return measured(seconds, texts) | {"device_bytes": read_bytes() - before}
+
+
+def llama(options: argparse.Namespace) -> Callable[[list[int], bool], int]:
+    """Load llama.cpp over a memory map."""
+    import numpy as np
+    from llama_cpp import Llama, llama_get_logits_ith
+
+    confined(options, options.gguf)
+    size = {"n_ctx": CAPACITY, "n_batch": 256, "n_ubatch": 256, "n_threads": 1, "n_threads_batch": 1}
+    model = Llama(str(options.gguf), **size, use_mmap=True, verbose=False)
+
+    def follow(ids: list[int], begins: bool) -> int:
+        if begins:
+            model.reset()
+        model.eval(ids)
+        return int(np.ctypeslib.as_array(llama_get_logits_ith(model.ctx, -1), (model.n_vocab(),)).argmax())
+
+    return follow
+
+
+def accelerated(options: argparse.Namespace) -> Callable[[list[int], bool], int]:
+    """Load transformers with what does not fit left on the disk by accelerate."""
+    from accelerate import disk_offload
+    from transformers import AutoModelForCausalLM
+
+    files = sorted(options.model.glob("*.safetensors"))
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
+    folder = tempfile.mkdtemp(dir=options.out)
+    disk_offload(model, offload_dir=folder, execution_device=torch.device("cpu"))
+    for file in (*files, *Path(folder).glob("*.dat")):
+        drop(file)
+    confined(options, files[0])
+    state: dict[str, Any] = {}
+
+    def follow(ids: list[int], begins: bool) -> int:
+        past = None if begins else state["past"]
+        with torch.inference_mode():
+            found = model(input_ids=torch.tensor([ids]), past_key_values=past, use_cache=True)
+        state["past"] = found.past_key_values
+        return int(found.logits[0, -1].argmax())
+
+    return follow
+
+
+def measured(seconds: Sequence[float], texts: Sequence[list[int]]) -> dict[str, Any]:
+    """Return the figures of one process; the first answer only fills caches."""
+    counts = [len(text) - 1 for text in texts[1:]]
+    return {
+        "ms_per_token": 1e3 * sum(seconds) / sum(counts),
+        "ms_by_answer": [1e3 * s / n for s, n in zip(seconds, counts, strict=True)],
+        "num_tokens": sum(counts),
+        "texts": texts,
+        "peak_bytes": int((GROUP / "memory.max_usage_in_bytes").read_text()),
+        "times_at_limit": int((GROUP / "memory.failcnt").read_text()),
+    }
+
+
+def prompts_of(options: argparse.Namespace) -> list[tuple[int, ...]]:
+    """Return the prompts' token ids, as ``Bench`` has them."""
+    tokenizer = load_tokenizer(options.store)
+    texts = [p.request for task in ("e2e", "sql") for p in packaged_prompts(task)[: options.prompts]]
+    return [tuple(tokenizer.encode_prompt(text)) for text in texts]
+
+
+def write_mixture(folder: Path, out: Path) -> int:
+    """Write a Mixtral checkpoint as GGUF in bfloat16, experts of a layer as one tensor, and return its size.
+
+    Our ``convert --gguf`` writes dense Llamas only; this knows just enough for the benchmark, and ids instead of text.
+    """
+    model = load_decoder(folder, device="cpu")
+    c, moe, kind = model.config, model.config.moe, find_kind("bf16")
+    assert moe is not None
+    keys: dict[str, Value] = {
+        "general.architecture": "llama",
+        "general.file_type": kind.file_code,
+        "tokenizer.ggml.model": "none",
+        "llama.vocab_size": c.vocab_size,
+        "llama.context_length": c.max_positions,
+        "llama.embedding_length": c.width,
+        "llama.block_count": c.num_layers,
+        "llama.feed_forward_length": moe.expert_width,
+        "llama.attention.head_count": c.num_heads,
+        "llama.attention.head_count_kv": c.num_kv_heads,
+        "llama.attention.key_length": c.head_dim,
+        "llama.attention.value_length": c.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": c.norm_eps,
+        "llama.rope.dimension_count": c.head_dim,
+        "llama.rope.freq_base": c.rope(0).theta,
+        "llama.expert_count": moe.num_experts,
+        "llama.expert_used_count": moe.top_k,
+    }
+    return write_gguf(out, keys, list(_entries(model)))
+
+
+def _entries(model: Decoder) -> Iterator[Entry]:
+    """Yield the tensors of a mixture under llama.cpp's names."""
+    bf16, f32 = find_kind("bf16"), find_kind("f32")
+    experts: dict[str, list[torch.Tensor]] = {}
+    for name, value in model.named_parameters():
+        place = name.split(".")
+        if "experts" in place:
+            gate_up = value.chunk(2) if place[-2] == "up" else (value,)
+            for stem, part in zip(("gate", "up") if len(gate_up) > 1 else ("down",), gate_up, strict=True):
+                experts.setdefault(f"blk.{place[1]}.ffn_{stem}_exps.weight", []).append(part)
+        elif place[-2:] == ["router", "weight"]:
+            name = f"blk.{place[1]}.ffn_gate_inp.weight"
+            yield Entry(name, tuple(value.shape), f32, partial(torch.Tensor.float, value))
+        else:
+            yield from _dense(name, value, model)
+    for name, parts in experts.items():
+        yield Entry(name, (len(parts), *parts[0].shape), bf16, partial(torch.stack, parts))
+
+
+def _dense(name: str, value: torch.Tensor, model: Decoder) -> Iterator[Entry]:
+    """Yield what is not of a mixture; heads of queries and keys are reordered as llama.cpp rotates them."""
+    c = model.config
+    rows = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
+    is_qkv = name.endswith("qkv.weight")
+    parts = value.split([count * c.head_dim for count in rows]) if is_qkv else (value,)
+    for index, (target, part) in enumerate(zip(gguf_names(name, len(parts)), parts, strict=True)):
+        turned = part
+        if is_qkv and index < 2:
+            turned = part.view(rows[index], 2, -1, c.width).transpose(1, 2).reshape(part.shape)
+        kind = find_kind("bf16" if part.ndim > 1 else "f32")
+        yield Entry(target, tuple(part.shape), kind, partial(torch.Tensor.contiguous, turned))
+
+
+def in_memory(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure, outside both groups, the compute of a token by drafter and that of an expert."""
+    bench = bench_of(options)
+    return {"compute_s": bench.compute_s(), "expert_s": bench.expert_s()}
+
+
+ROWS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    "in_memory": in_memory,
+    **dict.fromkeys((*POLICIES, "mmap"), ours),
+    "llama.cpp": partial(others, load=llama),
+    "accelerate": partial(others, load=accelerated),
+}
+
+
+def run(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """Run a row in a process of its own; an error is a row too."""
+    command = [sys.executable, "-m", "benchmarks.capped_experts", *words, "--row", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MOST_S)
+    except subprocess.TimeoutExpired:
+        return {"error": f"took more than {MOST_S} s"}
+    finally:
+        for group in (GROUP, THROTTLE):
+            if group.is_dir():
+                group.rmdir()
+    if done.returncode == 0:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+    return {"error": "killed for memory" if done.returncode == -9 else (done.stderr.splitlines() or ["failed"])[-1]}
+
+
+def simulated_ms(name: str, options: argparse.Namespace, bench: Bench, facts: dict[str, Any]) -> float:
+    """Return the simulator's milliseconds a token for a recorded row."""
+    trace = Trace.load(options.out / f"trace-{name}.json")
+    compute = facts["compute_s"].get(name, facts["compute_s"]["plain"])
+    bench.gb_per_s = options.gb_per_s
+    return 1e3 * bench.simulated(name, trace, bench.num_slots(options.share), compute, facts["expert_s"])
+
+
+def with_gains(rows: dict[str, dict[str, Any]], load_ms: float) -> None:
+    """Add speed-ups over LRU and no cache, and to policies the most that any order of their loads could give.
+
+    Args:
+        rows: by name; changed.
+        load_ms: milliseconds that the device needs for an expert.
+    """
+    fine = {name: row for name, row in rows.items() if "error" not in row}
+    for row in fine.values():
+        for base in ("lru", "on_demand"):
+            if base in fine:
+                row[f"over_{base}"] = fine[base]["ms_per_token"] / row["ms_per_token"]
+                gains = [a / b for a, b in zip(fine[base]["ms_by_answer"], row["ms_by_answer"], strict=False)]
+                row[f"over_{base}_range"] = [min(gains), max(gains)]
+    if "lru" not in fine:
+        return
+    whole = fine["lru"]["loads_per_token"] * load_ms + fine["lru"]["compute_ms"]
+    for row in fine.values():
+        if "compute_ms" in row:
+            row["bound_over_lru"] = whole / max(row["loads_per_token"] * load_ms, row["compute_ms"])
+
+
+COLUMNS = (
+    *("row", "ms a token", "beside LRU", "bound beside LRU", "beside no cache", "simulator", "loads a token"),
+    *("read from the device a token", "most memory", "texts as on demand"),
+)
+
+
+def tables(path: Path) -> str:
+    """Return the committed run as a table, with what was asked for; nothing without one."""
+    if not path.is_file():
+        return "No run is committed yet."
+    report = json.loads(path.read_text(encoding="utf-8"))
+    rows = report["rows"]
+    told = [_told(OTHERS.get(name, name.replace("_", " ")), row, rows) for name, row in rows.items()]
+    caption = (
+        f"{captions.heading(report['provenance'], report['kernels'])}, one thread; {report['num_experts']} experts of "
+        f"{report['expert_bytes'] / 1e6:.2f} MB, {report['share']:.0%} of them in memory, bfloat16. Every row is a "
+        f"process in a control group of {format_bytes(report['limit_bytes'])}, page cache included (the store is "
+        f"{format_bytes(report['store_bytes'])}), whose reads of the disk the kernel holds to "
+        f"{report['gb_per_s']:g} GB/s. {report['answers']} answers of at most {report['tokens']} tokens after one that "
+        "fills the caches; prompts are left out of the times."
+    )
+    return "\n\n".join((caption, table(COLUMNS, told), *_verdict(report)))
+
+
+def _told(name: str, row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> tuple[str, ...]:
+    if "error" in row:
+        return name, row["error"], *[""] * (len(COLUMNS) - 2)
+    low, high = row.get("over_lru_range", (1.0, 1.0))
+    simulated = row.get("simulated_ms")
+    base = rows["on_demand"].get("texts", [])
+    same = sum(a[: len(b)] == b for a, b in zip(base, row["texts"], strict=False))
+    return (
+        name,
+        f"{row['ms_per_token']:.1f}",
+        f"{row.get('over_lru', 0):.2f}x ({low:.2f} to {high:.2f})",
+        f"{row['bound_over_lru']:.2f}x" if "bound_over_lru" in row else "",
+        f"{row.get('over_on_demand', 0):.2f}x",
+        "" if simulated is None else f"{simulated:.1f} ({simulated / row['ms_per_token'] - 1:+.0%})",
+        f"{row['loads_per_token']:.1f}" if simulated is not None else "",
+        format_bytes(int(row["device_bytes"] / row["num_tokens"])),
+        format_bytes(row["peak_bytes"]),
+        f"{same} of {len(row['texts'])}",
+    )
+
+
+def _verdict(report: dict[str, Any]) -> Iterator[str]:
+    """Yield what the run says of the bars: gains, bounds and the simulator's error."""
+    rows = {name: row for name, row in report["rows"].items() if "error" not in row}
+    if "ahead" not in rows or "lru" not in rows:
+        return
+    ahead = rows["ahead"]
+    behind = [f"{ahead['ms_per_token'] / rows[name]['ms_per_token']:.2f}" for name in RIVALS if name in rows]
+    names = [OTHERS[name] for name in RIVALS if name in rows]
+    above = [n.replace("_", " ") for n, row in rows.items() if row["over_lru"] > row.get("bound_over_lru", 9e9) + 0.005]
+    off = [row["simulated_ms"] / row["ms_per_token"] - 1 for row in rows.values() if "simulated_ms" in row]
+    yield (
+        f"Asked for were 1.25x LRU and 2.5x no cache ahead of time: measured {ahead['over_lru']:.2f}x and "
+        f"{ahead['over_on_demand']:.2f}x. Of the time of {', '.join(names)} it takes {', '.join(behind)}. "
+        f"Gains above their own bound: {', '.join(n for n in above if n != 'lru') or 'none'}. The simulator is "
+        f"{min(off):+.0%} to {max(off):+.0%} off (15% was asked for)."
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("store", type=Path)
+    made.add_argument("--model", type=Path, help="the checkpoint of the store, for transformers and GGUF")
+    made.add_argument("--foresight", type=Path, help="an adapter of it")
+    made.add_argument("--out", type=Path, required=True, help="for traces, the GGUF file and offloaded weights")
+    made.add_argument("--json", type=Path)
+    made.add_argument("--share", type=float, default=0.5, help="of the experts in memory")
+    made.add_argument("--gb-per-s", type=float, default=1.0, help="to which the kernel holds reads of the disk")
+    made.add_argument("--prompts", type=int, default=4, help="of each task; the first only fills the caches")
+    made.add_argument("--tokens", type=int, default=48)
+    made.add_argument("--room", type=int, default=ROOM, help="bytes of the limit beside weights")
+    made.add_argument("--rows", nargs="+", default=[*POLICIES, *RIVALS], choices=[*POLICIES, *RIVALS])
+    made.add_argument("--row", help=argparse.SUPPRESS)
+    made.add_argument("--limit", type=int, help=argparse.SUPPRESS)
+    made.add_argument("--gguf", type=Path, help=argparse.SUPPRESS)
+    return made
+
+
+def main() -> None:
+    """Measure one row, or all of them in turn."""
+    options = parser().parse_args()
+    torch.set_num_threads(1)
+    if options.row is not None:
+        print(json.dumps(ROWS[options.row](options)))
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    bench = bench_of(options)
+    size, held = bench.store.path.stat().st_size, bench.num_slots(options.share)
+    limit = size - (bench.experts.num_experts - held) * bench.experts.expert_bytes + options.room
+    gguf = options.out / "model.gguf"
+    if "llama.cpp" in options.rows and not gguf.is_file():
+        write_mixture(options.model, gguf)
+    words = [*sys.argv[1:], "--limit", str(limit), "--gguf", str(gguf)]
+    facts = run("in_memory", words)
+    if "error" in facts:
+        raise SystemExit(f"nothing to compare with: all experts in memory: {facts['error']}")
+    rows = {}
+    for name in options.rows:
+        rows[name] = row = run(name, words)
+        if name in POLICIES and "error" not in row:
+            row["compute_ms"] = 1e3 * facts["compute_s"].get(name, facts["compute_s"]["plain"])
+            row["simulated_ms"] = simulated_ms(name, options, bench, facts)
+        told = {key: value for key, value in row.items() if key not in ("texts", "ms_by_answer")}
+        print(name, json.dumps(told), flush=True)
+    with_gains(rows, bench.experts.expert_bytes / (options.gb_per_s * 1e6))
+    report = {
+        "provenance": asdict(provenance(torch.device("cpu"))),
+        "kernels": choose("auto").name,
+        **{"num_experts": bench.experts.num_experts, "expert_bytes": bench.experts.expert_bytes, "store_bytes": size},
+        **{"share": options.share, "gb_per_s": options.gb_per_s, "limit_bytes": limit, "room_bytes": options.room},
+        **{"answers": 2 * options.prompts - 1, "tokens": options.tokens, "in_memory": facts},
+        "rows": rows,
+    }
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        print(tables(options.json))
+
+
+if __name__ == "__main__":
+    main()

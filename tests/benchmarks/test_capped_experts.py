@@ -1,0 +1,90 @@
+"""The benchmark of experts under a control group: its map, its GGUF file, its gains and its table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.capped_experts import MappedExperts, tables, with_gains, write_mixture
+from benchmarks.expert_guesses import load_around
+from tests.checkpoint.gguf_reader import read_gguf
+from tests.storage.experts.mixtures import answers
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.upcycle import upcycle_checkpoint
+from vivace.storage.convert import write_store
+from vivace.storage.experts.store import StoredExperts
+from vivace.storage.io.readers import READERS
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("capped")
+    return upcycle_checkpoint(make_checkpoint(folder / "dense", layers=3), folder / "moe", num_experts=4, noise=0.5)
+
+
+def test_a_mapped_store_says_what_the_resident_model_says(mixture: Path, tmp_path: Path) -> None:
+    store = write_store(mixture, tmp_path / "store", kernels="torch")
+    reader = READERS["buffered"](store.path)
+    mapped: Any = MappedExperts(StoredExperts(store, reader))
+    found = answers(load_around(store, reader, mapped))
+    assert [each.tokens for each in found] == [each.tokens for each in answers(load_decoder(mixture))]
+
+
+def test_a_mixture_as_gguf_has_each_expert_in_its_place(mixture: Path, tmp_path: Path) -> None:
+    write_mixture(mixture, tmp_path / "model.gguf")
+    written = read_gguf(tmp_path / "model.gguf")
+    keys, tensors = written.keys, written.tensors
+    model = load_decoder(mixture)
+    moe = model.config.moe
+    assert moe is not None
+    assert (keys["llama.expert_count"], keys["llama.expert_used_count"]) == (moe.num_experts, moe.top_k)
+    named = dict(model.named_parameters())
+    for layer in range(model.config.num_layers):
+        parts = {stem: tensors[f"blk.{layer}.ffn_{stem}_exps.weight"] for stem in ("gate", "up", "down")}
+        for number in range(moe.num_experts):
+            name = f"layers.{layer}.feed_forward.experts.{number}"
+            gate, up = named[f"{name}.up.weight"].bfloat16().chunk(2)
+            down = named[f"{name}.down.weight"].bfloat16()
+            for stem, wanted in (("gate", gate), ("up", up), ("down", down)):
+                assert torch.equal(parts[stem][number], wanted), (layer, stem)
+
+
+def row(milliseconds: list[float], loads: float | None = None) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        **{"ms_per_token": sum(milliseconds) / len(milliseconds), "ms_by_answer": milliseconds},
+        **{"num_tokens": 100, "device_bytes": 100 << 20, "peak_bytes": 1 << 30, "texts": [[1, 2], [3, 4]]},
+    }
+    return found if loads is None else found | {"loads_per_token": loads, "compute_ms": 10.0, "simulated_ms": 44.0}
+
+
+def test_gains_and_bounds_stand_in_the_table(tmp_path: Path) -> None:
+    rows = {
+        "on_demand": row([100.0, 100.0], 48.0),
+        "lru": row([40.0, 60.0], 20.0),
+        "ahead": row([25.0, 25.0], 15.0),
+        "llama.cpp": row([50.0, 50.0]) | {"texts": [[1], [3, 5]]},
+        "accelerate": {"error": "killed for memory"},
+    }
+    with_gains(rows, load_ms=2.0)
+    assert rows["ahead"]["over_lru"] == 2.0
+    assert rows["ahead"]["over_lru_range"] == [1.6, 2.4]
+    assert rows["ahead"]["bound_over_lru"] == pytest.approx((20 * 2 + 10) / 30)
+    report = {
+        "provenance": {"cpu": "a processor", "commit": None, "num_threads": 1},
+        **{"kernels": "avx512", "num_experts": 384, "expert_bytes": 3_000_000, "share": 0.5, "limit_bytes": 1 << 29},
+        **{"store_bytes": 1 << 30, "gb_per_s": 2.0, "answers": 7, "tokens": 48, "rows": rows},
+    }
+    assert tables(tmp_path / "none.json") == "No run is committed yet."
+    (tmp_path / "some.json").write_text(json.dumps(report))
+    text = tables(tmp_path / "some.json")
+    assert "| ahead | 25.0 | 2.00x (1.60 to 2.40) | 1.67x | 4.00x | 44.0 (+76%) |" in text
+    assert "| memory map, llama.cpp | 50.0 | 1.00x" in text
+    assert "| 1 of 2 |" in text
+    assert "killed for memory" in text
+    assert "Gains above their own bound: ahead, llama.cpp." not in text
+    assert "Gains above their own bound: ahead." in text
