@@ -4,8 +4,8 @@ The simulator replays a recorded trace on given machines: caches of 10 to 75 % o
 predicted experts as asked for. A trace has predictions for one rate R; ``--rate R=FILE`` adds those of another, for
 a quarter and half of the experts in memory. Writes ``sweep.json`` and draws ``experts.svg``: the speed-up over two
 baselines, loading on demand with an LRU cache and without a cache, and the latter by R and k'. The default sizes and
-times are those of a mixture like OLMoE-1B-7B in bfloat16 on an accelerator with a memory bandwidth of 800 GB/s: 12.58 MB per expert, 16 us
-to read one, 40 us for the rest of a layer.
+times are those of a mixture like OLMoE-1B-7B in bfloat16 on an accelerator with a memory bandwidth of 800 GB/s: 12.58
+MB per expert, 16 us to read one, 40 us for the rest of a layer.
 """
 
 from __future__ import annotations
