@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks import captions
 from tools.blocks import table
+from vivace.units import format_bytes
 
 NOTHING = "No run is committed yet."
 
@@ -47,6 +48,38 @@ def _judged(way: Mapping[str, Any]) -> tuple[str, str]:
         if own["perplexity"] is not None and own["accuracy"] is None
     ]
     return f"{way['mean_accuracy']:.1%}, {way['stored_accuracy']:.1%}", "; ".join(texts)
+
+
+def memory(path: Path) -> str:
+    """Return what clustering one matrix keeps for the way back, by mode, and how much less that is than autograd's."""
+    if not path.is_file():
+        return NOTHING
+    written = json.loads(path.read_text(encoding="utf-8"))
+    setting, costs = written["setting"], written["costs"]
+    height, width = setting["shape"]
+    plain = {cost["rows"]: cost for cost in costs if cost["mode"] == "plain"}
+    rows = [
+        (
+            "one" if cost["rows"] is None else f"{cost['rows']} rows",
+            cost["mode"],
+            format_bytes(cost["kept_bytes"]),
+            f"{plain[cost['rows']]['kept_bytes'] / cost['kept_bytes']:,.0f}x",
+            format_bytes(cost["peak_bytes"]),
+            f"{plain[cost['rows']]['peak_bytes'] / cost['peak_bytes']:.1f}x",
+        )
+        for cost in costs
+    ]
+    machine = captions.machine(written["provenance"], written["provenance"]["best_kernels"], setting["threads"])
+    caption = f"A matrix of {height} x {width} in {setting['bits']} bits, {setting['rounds']} rounds. {machine}."
+    heads = (
+        "a palette for",
+        "mode",
+        "kept for the way back",
+        "less than plain",
+        "peak of the process",
+        "less than plain",
+    )
+    return f"{caption}\n\n{table(heads, rows)}"
 
 
 def kernels(path: Path) -> str:

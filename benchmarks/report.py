@@ -157,6 +157,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         },
         techniques / "palette.md": {
             "quality": palette_tables.quality(RESULTS / "palettes"),
+            "memory": palette_tables.memory(RESULTS / "clustering" / "4096x4096.json"),
             "kernels": palette_tables.kernels(RESULTS / "kernels" / "palettes.json"),
         },
         techniques / "low_bit_weights.md": {"bars": bars.tables(RESULTS / "passes"), "formats": bars.formats(QUALITY)},

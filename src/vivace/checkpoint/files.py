@@ -329,9 +329,15 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write one safetensors file that transformers can read, with further metadata; call it inside ``staged``."""
+    """Write one safetensors file that transformers can read, with further metadata; call it inside ``staged``.
+
+    It may be read by whom other new files may be read by; safetensors itself writes files that are their owner's alone.
+    """
     facts = {"format": "pt", **(metadata or {})}
+    path.touch()
+    mode = path.stat().st_mode
     save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path, metadata=facts)
+    path.chmod(mode)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
