@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def write_decoder(decoder: Decoder, folder: Path, hf_config: Mapping[str, Any]) 
     if "text_config" in hf_config:
         raise UnsupportedError("a multimodal checkpoint cannot be saved; save its text_config as a model of its own")
     family, config = family_of(hf_config), translate(hf_config)
+    if family.names.may_untie:  # whether such a file has a head of its own does not stand in its config.json
+        config = replace(config, tied_head=decoder.config.tied_head)
     if config != decoder.config:
         raise MismatchError("the config.json to save describes another model than the decoder's own configuration")
     table = layout(family.names, config, family.names.roots[0], family.names.heads[0])

@@ -12,6 +12,13 @@ k^2 times as many bytes of weights. It serves measurements only, and results tha
     low-rank terms of adapters          ranks are kept
     head                                repeated in columns, divided by k; never tied to the embedding, which is
                                         repeated without division
+    layer norms                         weights and biases repeated; mean and variance are unchanged
+    learned and relative positions      repeated: the former in columns, the latter by heads
+
+Behind an encoder a head may be tied, since files of these families have no other. Let e and s be how much smaller the
+factors on embeddings and on what enters the head become (both follow the width). Then the embedding is multiplied by e,
+and the norm before the head by s / (k e), or a head of its own by s / k. Where one of the factors follows the width,
+this is exact if k is a power of four. Sinusoids do not repeat, so models with them have no twin.
 """
 
 from __future__ import annotations
@@ -38,6 +45,8 @@ from vivace.errors import ConfigError, UnsupportedError
 _WIDTHS = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads"),
     *("intermediate_size", "moe_intermediate_size"),
+    *("d_model", "d_ff", "num_heads"),
+    *(f"{side}_{what}" for side in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")),
 )
 """Keys of ``config.json`` that are multiplied by k."""
 
@@ -57,9 +66,10 @@ def widen_checkpoint(
     """Write a copy of a checkpoint and its adapters whose widths are ``factor`` times as large.
 
     Args:
-        source: directory or Hub id of a model with rotary positions and RMS norms before attention and feed-forward.
+        source: directory or Hub id of a model with rotary positions and RMS norms before attention and feed-forward, or
+            of an encoder-decoder without sinusoids.
         out: directory to write.
-        factor: k; with a power of two every rescaled weight is exact.
+        factor: k; with a power of two (behind an encoder: of four) every rescaled weight is exact.
         twins: how to widen adapters, by the kind in their ``config.json``.
         ignored: unknown keys of config.json that are read as if they were not there, and not written.
 
@@ -73,14 +83,15 @@ def widen_checkpoint(
         raise ConfigError(f"the factor must be at least 2, found {factor}")
     if Path(out).resolve() == folder.resolve():
         raise ConfigError(f"{out} is the model itself; name another folder for its twin")
-    narrow = load_decoder(folder, device="cpu", ignored=ignored)
+    narrow = load_decoder(folder, device="cpu", ignored=ignored, reads_sources=True)
     wide = widen(narrow, factor)
     raw = read_config(folder, ignored)
-    head_dim = wide.config.head_dim
     scaled = {key: raw[key] * factor for key in _WIDTHS if raw.get(key) is not None}
+    if wide.encoder is None:
+        scaled |= {"head_dim": wide.config.head_dim, "tie_word_embeddings": False}
     target = Path(out)
     with staged(target) as place:
-        write_decoder(wide, place, {**raw, **scaled, "head_dim": head_dim, "tie_word_embeddings": False})
+        write_decoder(wide, place, {**raw, **scaled})
         _copy_extras(folder, place)
         adapters = [path.parent for path in _adapters(folder) if _has_twin(read_json(path), twins)]
         base = base_hash(place) if adapters else ""  # reads all weights, so once
@@ -94,26 +105,68 @@ def widen(decoder: Decoder, factor: int) -> Decoder:
     """Return the wide copy of a decoder, in its dtype."""
     config = decoder.config
     _check(config)
-    wide_config = replace(
-        config,
-        width=config.width * factor,
-        num_heads=config.num_heads * factor,
-        num_kv_heads=config.num_kv_heads * factor,
-        ffn_width=config.ffn_width * factor,
-        moe=None if config.moe is None else replace(config.moe, expert_width=config.moe.expert_width * factor),
-        tied_head=False,
-    )
+    wide_config = _widened(config, factor)
     with torch.device("meta"):
         wide = Decoder(wide_config)
     for name, value in decoder.named_parameters():
-        put(wide, name, widen_parameter(name, value.detach(), config, factor))
-    if decoder.lm_head is None:
+        inner = name.removeprefix("encoder.")
+        assert inner == name or config.encoder is not None
+        narrow = config if inner == name or config.encoder is None else config.encoder
+        put(wide, name, widen_parameter(inner, value.detach(), narrow, factor))
+    wide.tie()
+    if config.encoder is not None:
+        _rescale(wide, config, wide_config, factor)
+    elif decoder.lm_head is None:
         put(wide, "lm_head.weight", widen_parameter("lm_head.weight", decoder.embedding.detach(), config, factor))
     return wide.requires_grad_(False).eval()
 
 
+def _widened(config: ModelConfig, factor: int) -> ModelConfig:
+    """Return the configuration of the wide copy of a stack."""
+    width, is_alone = config.width * factor, config.encoder is None and config.is_causal
+    embedding_follows, head_follows = (
+        not is_alone and scale == config.width**power
+        for scale, power in ((config.embedding_scale, 0.5), (config.head_scale, -0.5))
+    )
+    return replace(
+        config,
+        width=width,
+        num_heads=config.num_heads * factor,
+        num_kv_heads=config.num_kv_heads * factor,
+        ffn_width=config.ffn_width * factor,
+        moe=None if config.moe is None else replace(config.moe, expert_width=config.moe.expert_width * factor),
+        tied_head=config.tied_head and not is_alone,
+        embedding_scale=width**0.5 if embedding_follows else config.embedding_scale,
+        head_scale=width**-0.5 if head_follows else config.head_scale,
+        encoder=None if config.encoder is None else _widened(config.encoder, factor),
+    )
+
+
+@torch.no_grad()
+def _rescale(wide: Decoder, narrow: ModelConfig, config: ModelConfig, factor: int) -> None:
+    """Make up for factors that follow the width, and for a head that sums over ``factor`` copies (module's docstring).
+
+    A norm of sums after the last layer is a norm before the head, since nothing else reads what it writes.
+    """
+    embedding = narrow.embedding_scale / config.embedding_scale
+    head = narrow.head_scale / config.head_scale
+    wide.embedding.mul_(embedding)
+    if wide.lm_head is not None:
+        wide.get_parameter("lm_head.weight").mul_(head)  # divided by the factor already
+        return
+    last = "final_norm" if config.final_norm else f"layers.{config.num_layers - 1}.ffn_post_norm"
+    for parameter in wide.get_submodule(last).parameters():
+        parameter.mul_(head / (factor * embedding))
+
+
 def _check(config: ModelConfig) -> None:
     """Refuse a model with parts for which no widening is known."""
+    if config.encoder is not None:
+        if config.positions == "sinusoid":
+            raise UnsupportedError(
+                "models with sinusoids for positions cannot be widened: those of a width do not repeat"
+            )
+        return
     plain = (
         config.norm == "rms"
         and config.norm_placement == "pre"
@@ -124,19 +177,20 @@ def _check(config: ModelConfig) -> None:
     )
     if not plain:
         raise UnsupportedError(
-            "only models with rotary positions, gated feed-forwards and RMS norms before each half can be widened"
+            "only encoder-decoders, and models with rotary positions, gated feed-forwards and RMS norms before each "
+            "half, can be widened"
         )
 
 
 def widen_parameter(name: str, value: Tensor, config: ModelConfig, k: int) -> Tensor:
     """Widen one parameter of a decoder by ``k``, given its name and the narrow model's ``config``."""
-    if name == "embedding":
+    if name in ("embedding", "position_embedding", "relative.weight"):
         return value.repeat(1, k)
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         return value.clone()
     if name == "lm_head.weight" or name.endswith(".router.weight"):
         return value.repeat(1, k) / k
-    if name == "lm_head.bias":
+    if name in ("lm_head.bias", "logits_bias"):
         return value.clone()
     parts = _outputs(name, config)
     blocks = value.split(parts) if parts else (value,)
@@ -151,8 +205,10 @@ def _outputs(name: str, config: ModelConfig) -> list[int] | None:
     if ".qkv." in name:
         key = config.num_kv_heads * config.head_dim
         return [config.num_heads * config.head_dim, key, key]
+    if ".cross.kv." in name:
+        return [config.num_kv_heads * config.head_dim] * 2
     if ".feed_forward.up." in name:
-        return [config.ffn_width, config.ffn_width]
+        return [config.ffn_width] * (2 if config.gated else 1)
     if ".experts." in name and ".up." in name:
         assert config.moe is not None
         return [config.moe.expert_width, config.moe.expert_width]
