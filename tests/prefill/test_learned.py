@@ -18,12 +18,14 @@ from vivace.core.step import Step
 from vivace.decode.session import Session
 from vivace.engine import Engine, Options
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
-from vivace.prefill.learned import Maps
-from vivace.prefill.lessons import choose_heads, observe, target_of, teach, teachers_of
+from vivace.prefill.learned import Maps, normed
+from vivace.prefill.lessons import Example, choose_heads, loss_of, observe, target_of, teach, teachers_of
+from vivace.prefill.passages import by_passages, divide, largest
 from vivace.prefill.scores import BLOCK, SINKS, by_masses
 from vivace.recipes.lazy_plan import TriedSchedule, _keeps
 
 LAYERS = 6
+BREAKS = [37, 41]
 PROMPT = [1 + (11 * place + place // 7) % 290 for place in range(301)]
 GREEDY: dict[str, Any] = {"do_sample": False, "ignore_eos": True, "max_new_tokens": 8, "method": "plain"}
 
@@ -35,8 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = torch.Generator().manual_seed(3)
     width = json.loads((folder / "config.json").read_text())["hidden_size"]
     maps = {f"{side}.2": torch.randn(4, width, generator=generator) for side in ("query", "key")}
+    maps["weight.2"] = torch.randn(width, generator=generator) / 8
     heads = [{"point": 2, "heads": [1]}, {"point": 4, "heads": [0, 1]}]
-    config = {"window": 16, "rank": 4, "layers": [2], "heads": heads}
+    config = {"window": 16, "rank": 4, "breaks": BREAKS, "layers": [2], "heads": heads}
     save_adapter(folder / "adapters" / "lazy", "lazy", base_hash(folder), {"keep": "2:0.4:taught"}, config, maps)
     return folder
 
@@ -61,6 +64,49 @@ def test_by_masses_keeps_ends_and_the_heaviest_blocks() -> None:
         assert places[-1] == length - 1
 
 
+def test_a_prompt_is_divided_at_its_lines() -> None:
+    """Short lines go with the next one, long ones are divided evenly, and the ends are no passages."""
+    tokens = [1] * 700
+    for end in (9, 43, 60, 130, 400):
+        tokens[end] = 7
+    assert divide(tokens, {7}, 20) == (SINKS, 40, 87, 90, 90, 90, 93, 93, 93, 20)
+    assert divide([1] * 300, (), 32) == (4, 88, 88, 88, 32)
+    assert divide([1] * 30, {1}, 32) == (0, 30)
+    for length in (1, 5, 37, 200):
+        assert sum(divide([7] * length, {7}, 32)) == length
+
+
+def test_passages_go_on_as_a_whole() -> None:
+    lengths, scores = (4, 50, 60, 70, 20), torch.tensor([1.0, 3.0, 2.0])
+    found = by_passages(scores, lengths, 4 + 60 + 9 + 20).tolist()
+    assert found == [*range(4), *range(54, 114), *range(114, 123), *range(184, 204)]
+    for count in (1, 19, 20, 23, 100, 203, 204):
+        places = by_passages(scores, lengths, count).tolist()
+        assert len(places) == count
+        assert places == sorted(set(places))
+        assert places[-1] == 203
+    assert by_passages(torch.empty(0), (0, 30), 7).tolist() == [*range(23, 30)]
+
+
+def test_a_passage_has_the_sum_of_the_best_matches() -> None:
+    """The late interaction, beside loops over tokens."""
+    torch.manual_seed(0)
+    maps, hidden, lengths = (
+        Maps(torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)),
+        torch.randn(31, 8),
+        (4, 9, 13, 5),
+    )
+    x = hidden / (hidden.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    wanted = []
+    for start, stop in ((4, 13), (13, 26)):
+        total = 0.0
+        for q in range(26, 31):
+            best = max(float((maps.query @ x[q]) @ (maps.key @ x[i])) for i in range(start, stop))
+            total += best / 3**0.5 * float(torch.log1p((x[q] @ maps.weight).exp()))
+        wanted.append(total)
+    assert torch.allclose(maps.scores(hidden, lengths), torch.tensor(wanted), atol=1e-4)
+
+
 def test_a_session_keeps_what_the_maps_say(engine: Engine) -> None:
     """The residuals at the point are those of a full reading; the plan is taken where no schedule is given."""
     [result] = engine.generate(PROMPT, **GREEDY, prefill="lazy", min_prompt=1)
@@ -69,7 +115,9 @@ def test_a_session_keeps_what_the_maps_say(engine: Engine) -> None:
     model, maps = engine.model, engine.prefills.learned.maps[2]
     with torch.inference_mode():
         lesson = observe(model, PROMPT, [5], [2], 16, 4)
-        kept = by_masses(maps.masses(lesson.hidden[2], 16), count, 16)
+        lengths = divide(PROMPT, BREAKS, 16)
+        assert len(lengths) > 5, "there are passages"
+        kept = by_passages(maps.scores(lesson.hidden[2], lengths), lengths, count)
         session = Session(model, num_slots=1, capacity=400)
         session.admit(engine.request(PROMPT, Options.of({**GREEDY, "prefill": "lazy", "min_prompt": 1})))
         while session.cache.lengths[0] < 300:
@@ -92,7 +140,7 @@ def test_a_session_keeps_what_the_heads_read(engine: Engine) -> None:
     session = Session(engine.model, num_slots=1, capacity=400)
     session.admit(request)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vivace.prefill.pruned.by_masses", lambda m, c, w: seen.append(m.clone()) or by_masses(m, c, w))
+        patch.setattr("vivace.prefill.pruned.largest", lambda m, parts: seen.append(m.clone()) or largest(m, parts))
         while session.cache.lengths[0] < 300:
             session.step()
     with torch.inference_mode():
@@ -118,7 +166,7 @@ def test_heads_that_copy_are_the_teachers_and_heads_that_find_are_chosen() -> No
     wanted[200:210] = 0.1
     asked = torch.rand(5, 400) * 0.01
     asked[3, 195:215] += 1.0
-    heads, share = choose_heads([asked], [wanted], 0.3, 16)
+    heads, share = choose_heads([asked], [wanted], 0.3, [divide([0] * 400, (), 16)])
     assert heads == [3]
     assert share > 0.99
 
@@ -138,14 +186,47 @@ def test_maps_learn_what_is_wanted(seed: int) -> None:
                 hidden[other] += 4 * marks[(mark + 1 + other % 11) % 12]
         return hidden, torch.nn.functional.one_hot(torch.tensor(place), 288).float()
 
-    texts = [text() for _ in range(160)]
-    maps = teach([h for h, _ in texts], [w for _, w in texts], rank=16, window=8, steps=250, seed=0)
+    lengths = (4, *[32] * 8, 20, 8)
+
+    def share(maps: Maps, found: tuple[torch.Tensor, torch.Tensor]) -> float:
+        return float(found[1][by_passages(maps.scores(found[0], lengths), lengths, 88)].sum())
+
+    maps = teach([Example(*text(), lengths) for _ in range(160)], rank=16, steps=120, seed=0)
     unseen = [text() for _ in range(30)]
-    shares = [float(want[by_masses(maps.masses(h, 8), 88, 8)].sum()) for h, want in unseen]
-    untaught = Maps(torch.randn(16, 24), torch.randn(16, 24))
-    before = [float(want[by_masses(untaught.masses(h, 8), 88, 8)].sum()) for h, want in unseen]
-    assert sum(shares) / 30 > 0.55
-    assert sum(before) / 30 < 0.45
+    untaught = Maps(torch.randn(16, 24), torch.randn(16, 24), torch.zeros(24))
+    assert sum(share(maps, each) for each in unseen) / 30 > 0.8
+    assert sum(share(untaught, each) for each in unseen) / 30 < 0.45
+
+
+def test_a_batch_sets_passages_of_all_prompts_against_each_other() -> None:
+    """The loss of two prompts is the mean of two cross entropies over the passages of both."""
+    torch.manual_seed(1)
+    maps = Maps(torch.randn(3, 8), torch.randn(3, 8), torch.randn(8))
+    wanted = [torch.zeros(31), torch.zeros(31)]
+    wanted[0][5], wanted[1][20] = 1.0, 1.0
+    batch = [Example(torch.randn(31, 8), want, (4, 9, 13, 5)) for want in wanted]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vivace.prefill.lessons._DROPOUT", 0.0)
+        loss = loss_of(maps, batch, torch.Generator())
+    x = [normed(each.hidden) for each in batch]
+    losses = []
+    for asker, own in ((0, 0), (1, 3)):
+        found = [maps.matches(x[asker][26:], each, (4, 9, 13, 5)).sum(1) for each in x]
+        losses.append(-torch.cat(found).log_softmax(0)[own])
+    assert torch.allclose(loss, torch.stack(losses).mean(), atol=1e-5)
+
+
+@torch.inference_mode()
+def test_only_passages_that_name_the_answer_count(engine: Engine) -> None:
+    lesson = observe(engine.model, PROMPT[:120], [PROMPT[7]], [2], 16, 3)
+    named = torch.zeros(120, dtype=torch.bool)
+    named[40:60] = True
+    want = target_of(lesson, teachers_of([lesson]), 16, named)
+    assert want is not None
+    assert float(want[40:60].sum()) == pytest.approx(1)
+    without = target_of(lesson, teachers_of([lesson]), 16, torch.zeros(120, dtype=torch.bool))
+    assert without is not None
+    assert float(without[40:60].sum()) < 0.9
 
 
 @torch.inference_mode()

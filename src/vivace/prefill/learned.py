@@ -6,12 +6,13 @@ prompt, the *window*, where the question is:
 
 * ``heads``: with how much weight the window reads the token in a few heads of the layer below the point, those that
   find what the answer needs on a user's own prompts (retrieval heads: Wu et al. 2024, arXiv:2404.15574);
-* ``taught``: ``sum over q in the window of exp(W_q x_q . W_k x_i / sqrt(r))``, where x are residuals at the point,
-  each divided by its root mean square, and W_q, W_k of rank r are taught (``lessons.py``) what the answers of the
-  model's own prompts read in the layers above. This score is ours, not the paper's.
+* ``taught``: each token q of the window looks for its best match in a passage, and the passage has the sum over the
+  window, ``sum_q w(x_q) max_i (W_q x_q . W_k x_i) / sqrt(r)`` with ``w = log(1 + exp(u . x_q))``: the late interaction
+  of ColBERT (Khattab & Zaharia 2020, arXiv:2004.12832) between residuals x at the point, each divided by its root mean
+  square. ``W_q``, ``W_k`` of rank r and ``u`` are taught (``lessons.py``) what the answers of the model's own prompts
+  read in the layers above. This score is ours, not the paper's.
 
-Both are summed over blocks of 32 neighbouring tokens, so that passages go on as a whole; the first tokens, which all
-heads lean on, and the window always go on (``scores.py``).
+Both are scores of passages (``passages.py``), of which the former takes the token that is read most.
 
 A folder has the form of every adapter (``checkpoint/adapters.py``): its *plan* is the schedule that ``--prefill lazy``
 takes where none is given, its *config* the window, the rank and the heads of each layer, its weights the maps.
@@ -19,21 +20,25 @@ takes where none is given, its *config* the window, the rank and the heads of ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from vivace.checkpoint.adapters import load_adapter
 from vivace.configuration import build
 from vivace.errors import ConfigError, MismatchError
+from vivace.prefill.passages import largest
 
 KIND = "lazy"
 WINDOW = 32
 """Tokens at the end of a prompt that are asked what it needs."""
 RANK = 64
+SIDES = ("query", "key", "weight")
+"""Parts of maps, as they are called in a file."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ class LazyConfig:
 
     window: int = WINDOW
     rank: int = RANK
+    breaks: tuple[int, ...] = ()
+    """Tokens that end a line of text."""
     layers: tuple[int, ...] = ()
     """Points for which maps were taught: number of layers below."""
     heads: tuple[HeadsBelow, ...] = ()
@@ -74,11 +81,27 @@ class Maps:
     key: Tensor
     """(r, E)"""
 
-    def masses(self, hidden: Tensor, window: int) -> Tensor:
-        """Return the score of each token, (n, E) -> (n,) float32, above 0."""
+    weight: Tensor
+    """(E,) of how much a token of the window counts."""
+
+    def scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Return the score of each passage, (n, E) -> (P,) float32, where ``lengths`` are those of the parts."""
         x = normed(hidden)
-        scores = (x[-window:] @ self.query.T) @ (x @ self.key.T).T / sqrt(len(self.key))
-        return (scores - scores.max()).exp().sum(0)
+        return self.matches(x[len(x) - lengths[-1] :], x, lengths).sum(1)
+
+    def matches(self, asking: Tensor, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Return how well each passage matches each token that asks.
+
+        Args:
+            asking: (Q, E) normed residuals of the tokens that ask.
+            x: (n, E) those of a prompt.
+            lengths: of the prompt's parts.
+
+        Returns:
+            (P, Q), weighted.
+        """
+        found = (x @ self.key.T) @ (asking @ self.query.T).T / sqrt(len(self.key))
+        return largest(found, lengths) * softplus(asking @ self.weight)
 
 
 def normed(hidden: Tensor) -> Tensor:
@@ -112,10 +135,10 @@ class LearnedScores:
         if written["kind"] != KIND:
             raise MismatchError(f"{folder} is an adapter for {written['kind']}, not for prefill {KIND}")
         config = build(LazyConfig, written["config"])
-        names = {f"{side}.{layer}" for layer in config.layers for side in ("query", "key")}
+        names = {f"{side}.{layer}" for layer in config.layers for side in SIDES}
         if names != set(tensors):
             raise MismatchError(f"the weights in {folder} do not fit its config.json; train it again")
-        maps = {layer: Maps(tensors[f"query.{layer}"], tensors[f"key.{layer}"]) for layer in config.layers}
+        maps = {layer: Maps(*(tensors[f"{side}.{layer}"] for side in SIDES)) for layer in config.layers}
         return LearnedScores(build(LazyPlan, written["plan"]), config, maps, folder)
 
     def heads(self, point: int) -> tuple[int, ...]:
@@ -137,6 +160,4 @@ class LearnedScores:
 
 def tensors_of(maps: Mapping[int, Maps]) -> dict[str, Tensor]:
     """Return maps by the names that they have in a file."""
-    return {
-        f"{side}.{layer}": getattr(each, side).contiguous() for layer, each in maps.items() for side in ("query", "key")
-    }
+    return {f"{side}.{layer}": getattr(each, side).contiguous() for layer, each in maps.items() for side in SIDES}

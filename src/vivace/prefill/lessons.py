@@ -2,9 +2,12 @@
 
 A prompt is read in full once and its answer is given. Then every head has read something for every token of the
 answer. Heads that read the very token that is written next are the ones that find things (the retrieval score of Wu et
-al. 2024, arXiv:2404.15574); what the few best of them read, block by block, is what a score at a low point has to
-foretell. No passage is marked by hand. Two scores learn it (``learned.py``): heads below a point are chosen, by how
-much of it they would keep, and maps of the residuals at a point are taught, by cross entropy.
+al. 2024, arXiv:2404.15574); what the few best of them read, passage by passage, is what a score at a low point has to
+foretell. No passage is marked by hand; where the answer's own words stand in some passages, only those count. Two
+scores learn it (``learned.py``): heads below a point are chosen, by how much of it they would keep, and maps of the
+residuals at a point are taught by cross entropy, among the passages of all prompts of a batch: those of the others are
+read by nobody who asks this question, so a few hundred prompts give many thousand examples (in-batch negatives, as in
+Karpukhin et al. 2020, arXiv:2004.04906).
 """
 
 from __future__ import annotations
@@ -13,22 +16,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from random import Random
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.prefill.learned import Maps, normed
-from vivace.prefill.scores import BLOCK, SINKS, by_masses
+from vivace.prefill.passages import by_passages, largest, sums
+from vivace.prefill.scores import SINKS
 
 TEACHERS = 5
 """Heads from which is learnt."""
 MOST_HEADS = 3
 """Heads that are asked at a point at most."""
 CHUNK = 256
-_BATCH, _RATE, _DROPOUT, _DECAY = 4, 2e-3, 0.1, 0.1
+LEAST = 1e-3
+"""Weight below which heads have read nothing."""
+_BATCH, _RATE, _DROPOUT, _DECAY, _WARMUP = 12, 2e-3, 0.1, 0.1, 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,11 +105,6 @@ def observe(
     return Lesson(hidden, torch.stack(reads), torch.stack(copies), asked.half())
 
 
-def blocks_of(masses: Tensor, value: float = 0.0) -> Tensor:
-    """Return masses (n,) by block, (blocks, BLOCK), filled up with ``value``."""
-    return F.pad(masses, (0, -len(masses) % BLOCK), value=value).view(-1, BLOCK)
-
-
 def teachers_of(lessons: Sequence[Lesson]) -> list[tuple[int, int]]:
     """Return the heads, as (layer, head), that read what is written next with most weight, best first."""
     copies = torch.stack([lesson.copies for lesson in lessons]).mean(0)
@@ -111,21 +112,33 @@ def teachers_of(lessons: Sequence[Lesson]) -> list[tuple[int, int]]:
     return [divmod(int(place), copies.shape[1]) for place in best]
 
 
-def target_of(lesson: Lesson, teachers: Sequence[tuple[int, int]], window: int) -> Tensor | None:
-    """Return which share of what teachers read lies at each token (n,), the ends left out; None where it is nothing."""
+def target_of(
+    lesson: Lesson, teachers: Sequence[tuple[int, int]], window: int, named: Tensor | None = None
+) -> Tensor | None:
+    """Return which share of what an answer needs lies at each token (n,), the ends left out; None where it is nothing.
+
+    Args:
+        lesson: what was read.
+        teachers: heads that tell.
+        window: tokens at the end of the prompt that are left out.
+        named: (n,) whether a token's passage has the answer in its own words; where some have, only those count.
+    """
     read = torch.stack([lesson.reads[layer, head].float() for layer, head in teachers]).mean(0)
+    if named is not None and named.any():
+        inside = read * named
+        read = inside if inside.sum() >= LEAST else named.float()
     read[:SINKS] = 0
     read[max(0, len(read) - window) :] = 0
-    return None if read.sum() < 1e-3 else read / read.sum()
+    return None if read.sum() < LEAST else read / read.sum()
 
 
-def kept_share(masses: Tensor, wanted: Tensor, keep: float, window: int) -> float:
-    """Return how much of what is wanted (n,) goes on if tokens are kept by their masses (n,)."""
-    return float(wanted[by_masses(masses, max(1, int(keep * len(masses))), window)].sum())
+def kept_share(scores: Tensor, wanted: Tensor, keep: float, lengths: Sequence[int]) -> float:
+    """Return how much of what is wanted (n,) goes on if passages are kept by their scores (P,)."""
+    return float(wanted[by_passages(scores, lengths, max(1, int(keep * len(wanted))))].sum())
 
 
 def choose_heads(
-    asked: Sequence[Tensor], wanted: Sequence[Tensor], keep: float, window: int
+    asked: Sequence[Tensor], wanted: Sequence[Tensor], keep: float, parts: Sequence[Sequence[int]]
 ) -> tuple[list[int], float]:
     """Return the heads of a layer that together keep most of what is wanted, and how much that is.
 
@@ -133,65 +146,81 @@ def choose_heads(
         asked: of each prompt, with how much weight the window reads it, (H, n).
         wanted: of each prompt, (n,).
         keep: share of the tokens that goes on.
-        window: tokens at the end that go on.
+        parts: of each prompt, the lengths of its parts.
     """
     chosen, best = list[int](), 0.0
-    sums = [torch.zeros_like(each[0], dtype=torch.float32) for each in asked]
+    totals = [torch.zeros_like(each[0], dtype=torch.float32) for each in asked]
     while len(chosen) < MOST_HEADS:
         shares = []
         for head in range(len(asked[0])):
-            own = zip(sums, asked, wanted, strict=True)
-            found = [kept_share(total + each[head].float(), want, keep, window) for total, each, want in own]
+            own = zip(totals, asked, wanted, parts, strict=True)
+            found = [
+                kept_share(largest(total + each[head].float(), lengths), want, keep, lengths)
+                for total, each, want, lengths in own
+            ]
             shares.append(-1.0 if head in chosen else sum(found) / len(found))
         head = max(range(len(shares)), key=lambda at: shares[at])
         if shares[head] <= best + 0.005:
             break
         chosen.append(head)
         best = shares[head]
-        sums = [total + each[head].float() for total, each in zip(sums, asked, strict=True)]
+        totals = [total + each[head].float() for total, each in zip(totals, asked, strict=True)]
     return chosen, best
 
 
+@dataclass(frozen=True, eq=False)
+class Example:
+    """A prompt from which maps at one point are taught."""
+
+    hidden: Tensor
+    """(n, E) residuals at the point."""
+    wanted: Tensor
+    """(n,) share of what the answer needs that lies at each token."""
+    lengths: Sequence[int]
+    """Of the prompt's parts."""
+
+
 def teach(
-    hidden: Sequence[Tensor],
-    wanted: Sequence[Tensor],
-    *,
-    rank: int,
-    window: int,
-    steps: int,
-    seed: int,
-    stop: Callable[[], bool] = lambda: False,
+    examples: Sequence[Example], *, rank: int, steps: int, seed: int, stop: Callable[[], bool] = lambda: False
 ) -> Maps:
     """Teach maps what is wanted of prompts whose residuals at a point are given.
 
     Args:
-        hidden: of each prompt, (n, E).
-        wanted: of each prompt, the share of each token, (n,).
+        examples: the prompts, whose windows have one length.
         rank: of the maps.
-        window: tokens at the end of a prompt that are asked.
         steps: of the optimiser.
         seed: of what is drawn.
         stop: whether the time is over.
     """
     generator, draws = torch.Generator().manual_seed(seed), Random(seed)
-    first = torch.randn(rank, hidden[0].shape[1], generator=generator) / sqrt(hidden[0].shape[1])
-    query, key = (torch.nn.Parameter(first.clone()) for _ in range(2))
-    optimiser = torch.optim.AdamW([query, key], lr=_RATE, weight_decay=_DECAY)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: 1 - step / steps)
-    goals = [blocks_of(want).sum(1) for want in wanted]
+    width = examples[0].hidden.shape[1]
+    first = torch.randn(rank, width, generator=generator) / sqrt(width)
+    maps = Maps(*(torch.nn.Parameter(each) for each in (first.clone(), first.clone(), torch.zeros(width))))
+    groups: list[dict[str, Any]] = [{"params": [maps.query, maps.key]}, {"params": [maps.weight], "weight_decay": 0.0}]
+    optimiser = torch.optim.AdamW(groups, lr=_RATE, weight_decay=_DECAY)
+    rise = min(_WARMUP, steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1, (step + 1) / rise) * (1 - step / steps))
     for _ in range(steps):
-        loss = torch.zeros(())
-        batch = draws.sample(range(len(hidden)), min(_BATCH, len(hidden)))
-        for place in batch:
-            x = normed(hidden[place])
-            x = x * (torch.rand(x.shape, generator=generator) >= _DROPOUT) / (1 - _DROPOUT)
-            scores = ((x[-window:] @ query.T) @ (x @ key.T).T / sqrt(rank)).logsumexp(0)
-            likely = blocks_of(scores, -1e9).logsumexp(1).log_softmax(0)
-            loss = loss - (goals[place] * likely).sum() / len(batch)
+        batch = draws.sample(examples, min(_BATCH, len(examples)))
         optimiser.zero_grad()
-        loss.backward()
+        loss_of(maps, batch, generator).backward()
         optimiser.step()
         schedule.step()
         if stop():
             break
-    return Maps(query.detach(), key.detach())
+    return Maps(maps.query.detach(), maps.key.detach(), maps.weight.detach())
+
+
+def loss_of(maps: Maps, batch: Sequence[Example], generator: torch.Generator) -> Tensor:
+    """Return the mean cross entropy of the wanted passages of each prompt, among the passages of all of them."""
+    hidden = []
+    for example in batch:
+        x = normed(example.hidden)
+        hidden.append(x * (torch.rand(x.shape, generator=generator) >= _DROPOUT) / (1 - _DROPOUT))
+    asking = torch.cat([x[len(x) - each.lengths[-1] :] for x, each in zip(hidden, batch, strict=True)])
+    found = [maps.matches(asking, x, each.lengths) for x, each in zip(hidden, batch, strict=True)]
+    likely = torch.cat(found).unflatten(1, (len(batch), -1)).sum(2).log_softmax(0)  # (passages, prompts)
+    own = likely.split([len(each) for each in found])
+    goals = [sums(each.wanted, each.lengths) for each in batch]
+    losses = [-(goal * mine[:, place]).sum() for place, (goal, mine) in enumerate(zip(goals, own, strict=True))]
+    return torch.stack(losses).mean()

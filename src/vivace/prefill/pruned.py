@@ -37,9 +37,10 @@ from vivace.decode.plain import NoMemory
 from vivace.decode.prefill import PrefillPass, PrefillState, PromptPiece, layer_spans
 from vivace.errors import UnsupportedError
 from vivace.prefill.learned import LearnedScores
+from vivace.prefill.passages import by_passages, divide, largest
 from vivace.prefill.returning import ReturningDrafter, ReturningPass
 from vivace.prefill.schedule import PrunePoint, Schedule
-from vivace.prefill.scores import at_random, by_attention, by_masses, by_words
+from vivace.prefill.scores import at_random, by_attention, by_words
 from vivace.prefill.table import PrefillSpec
 
 
@@ -322,9 +323,12 @@ class Pruning(NoMemory):
             [weights] = layer.weigh(layer.query(below, step), step)
             return by_attention(weights, count)
         assert self._learned is not None, "asked for before"
-        window = self._learned.config.window
-        masses = self._learned.maps[stop].masses(hidden, window) if score == "taught" else self._read(slot, part)
-        return by_masses(masses, count, window)
+        reading, config = self._readings[slot], self._learned.config
+        tokens = [reading.prompt[place] for place in reading.positions.tolist()]
+        lengths = divide(tokens, config.breaks, config.window)
+        if score == "taught":
+            return by_passages(self._learned.maps[stop].scores(hidden, lengths), lengths, count)
+        return by_passages(largest(self._read(slot, part), lengths), lengths, count)
 
     def _read(self, slot: int, part: int) -> Tensor:
         """Return with how much weight the window reads each token (n,) in the chosen heads of a part's last layer."""

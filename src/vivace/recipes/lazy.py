@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vivace.checkpoint.adapters import base_hash, save_adapter
+from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.engine import Engine
 from vivace.errors import ConfigError
+from vivace.evaluate.quality import contains
 from vivace.prefill.learned import KIND, RANK, WINDOW, HeadsBelow, LazyConfig, LazyPlan, Maps, tensors_of
-from vivace.prefill.lessons import Lesson, choose_heads, kept_share, observe, target_of, teach, teachers_of
+from vivace.prefill.lessons import Example, Lesson, choose_heads, kept_share, observe, target_of, teach, teachers_of
+from vivace.prefill.passages import divide, largest
 from vivace.prefill.pruned import check_model
 from vivace.prompts import Prompt
 from vivace.train.report import Report
 
-DEPTHS = (0.17, 0.23, 0.3, 0.4)
+DEPTHS = (0.07, 0.13, 0.2, 0.3)
 """Shares of the layers below which maps are taught."""
 DEEPEST_HEADS = 0.55
 """Heads are chosen up to this share of the layers."""
@@ -37,11 +41,11 @@ class LazyRecipe:
 
     rank: int = RANK
     window: int = WINDOW
-    prompts: int = 120
+    prompts: int = 200
     """Prompts at most that are read."""
     longest: int = 2048
     """Longer prompts are left out."""
-    steps: int = 300
+    steps: int = 120
     answer_tokens: int = 16
     """Tokens of an answer at most that are looked at."""
     seed: int = 0
@@ -93,13 +97,14 @@ def learn(
     num_asked = max(1, min(num_layers - 1, round(DEEPEST_HEADS * num_layers)))
     begun = time.monotonic()
     until = None if ends is None else begun + READING * (ends - begun)
-    lessons = _lessons(recipe, engine, prompts, points, num_asked, report, until)
-    teachers = teachers_of(lessons)
+    breaks = line_ends(engine.tokenizer)
+    read = _lessons(recipe, engine, prompts, points, num_asked, breaks, report, until)
+    teachers = teachers_of([each.lesson for each in read])
     report.note(
         "answers read the prompt with heads " + ", ".join(f"{head} of layer {layer}" for layer, head in teachers)
     )
-    pairs = [(lesson, target_of(lesson, teachers, recipe.window)) for lesson in lessons]
-    pupil = _Pupil.of(recipe, [(lesson, want) for lesson, want in pairs if want is not None])
+    wants = [(each, target_of(each.lesson, teachers, recipe.window, each.named)) for each in read]
+    pupil = _Pupil.of(recipe, [(each, want) for each, want in wants if want is not None])
     heads, found = pupil.choose(range(1, num_asked + 1))
     maps = dict[int, Maps]()
     for done, point in enumerate(points):
@@ -109,10 +114,37 @@ def learn(
         report.note(f"taught behind layer {point}: {KEEP:.0%} of the tokens keep {share:.0%} of what is read")
     found.sort(key=lambda each: (-each.share, each.point))
     best = max((each for each in found if each.score == "taught"), key=lambda each: each.share)
-    config = LazyConfig(recipe.window, recipe.rank, tuple(points), tuple(heads))
+    config = LazyConfig(recipe.window, recipe.rank, breaks, tuple(points), tuple(heads))
     plan = LazyPlan(f"{best.point}:{KEEP}:taught")
     save_adapter(out, KIND, base_hash(engine.folder), asdict(plan), asdict(config), tensors_of(maps))
     return found
+
+
+def line_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens of a vocabulary that hold the end of a line."""
+    return tuple(sorted(index for index in tokenizer.pieces() if "\n" in tokenizer.decode([index])))
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """A prompt that was read."""
+
+    lesson: Lesson
+    lengths: tuple[int, ...]
+    """Of its parts."""
+    named: torch.Tensor
+    """(n,) whether a token's passage has a reference in its own words."""
+
+
+def _named(
+    tokenizer: Tokenizer, tokens: Sequence[int], lengths: Sequence[int], references: Sequence[str]
+) -> torch.Tensor:
+    """Return whether each token (n,) is in a passage that contains a reference; the ends are in none."""
+    named = torch.zeros(len(tokens), dtype=torch.bool)
+    edges = list(accumulate(lengths))
+    for start, stop in pairwise(edges[:-1]):
+        named[start:stop] = contains(tokenizer.decode(tokens[start:stop]), references)
+    return named
 
 
 def _lessons(
@@ -121,11 +153,12 @@ def _lessons(
     prompts: Sequence[Prompt],
     points: Sequence[int],
     num_asked: int,
+    breaks: Collection[int],
     report: Report,
     ends: float | None,
-) -> list[Lesson]:
+) -> list[_Read]:
     """Read the prompts that are long enough to be pruned and no longer than the recipe says."""
-    lessons: list[Lesson] = []
+    lessons: list[_Read] = []
     least, num_asked_for = 4 * recipe.window, 0
     for row in prompts:
         tokens = list(engine.tokenizer.encode_prompt(row.request, raw=False))
@@ -139,7 +172,9 @@ def _lessons(
             answer = list(engine.generate(tokens, max_new_tokens=recipe.answer_tokens, **settings)[0].token_ids)
         if answer:
             answer = answer[: recipe.answer_tokens]
-            lessons.append(observe(engine.model, tokens, answer, points, recipe.window, num_asked))
+            lesson = observe(engine.model, tokens, answer, points, recipe.window, num_asked)
+            lengths = divide(tokens, breaks, recipe.window)
+            lessons.append(_Read(lesson, lengths, _named(engine.tokenizer, tokens, lengths, row.references)))
         if len(lessons) % 20 == 0:
             report.note(f"{len(lessons)} prompts are read")
         if len(lessons) == recipe.prompts or (ends is not None and time.monotonic() > ends):
@@ -152,8 +187,8 @@ def _lessons(
     return lessons
 
 
-Pair = tuple[Lesson, torch.Tensor]
-"""A prompt as the model read it, and how much its answer read of each token."""
+Pair = tuple[_Read, torch.Tensor]
+"""A prompt as the model read it, and how much of what its answer needs lies at each token."""
 
 
 @dataclass(frozen=True)
@@ -179,36 +214,31 @@ class _Pupil:
     def choose(self, points: Iterable[int]) -> tuple[list[HeadsBelow], list[Learnt]]:
         """Choose heads below each layer whose attention shows what answers read; return them, and how good they are."""
         heads, found = list[HeadsBelow](), list[Learnt]()
-        wanted = [want for _, want in self.train]
+        wanted, parts = [want for _, want in self.train], [read.lengths for read, _ in self.train]
         for point in points:
-            asked = [lesson.asked[point - 1] for lesson, _ in self.train]
-            chosen, _ = choose_heads(asked, wanted, KEEP, self.recipe.window)
+            asked = [read.lesson.asked[point - 1] for read, _ in self.train]
+            chosen, _ = choose_heads(asked, wanted, KEEP, parts)
             if chosen:
-                masses = [lesson.asked[point - 1][chosen].float().sum(0) for lesson, _ in self.held]
+                masses = [read.lesson.asked[point - 1][chosen].float().sum(0) for read, _ in self.held]
+                scores = [largest(each, read.lengths) for each, (read, _) in zip(masses, self.held, strict=True)]
                 heads.append(HeadsBelow(point, tuple(chosen)))
-                found.append(Learnt("heads", point, self._share(masses)))
+                found.append(Learnt("heads", point, self._share(scores)))
         return heads, found
 
     def teach(self, point: int, stop: float | None) -> tuple[Maps, float]:
         """Teach maps behind a layer until a point of the monotonic clock; return them, and the share that they keep."""
         recipe = self.recipe
         maps = teach(
-            [lesson.hidden[point] for lesson, _ in self.train],
-            [want for _, want in self.train],
+            [Example(read.lesson.hidden[point], want, read.lengths) for read, want in self.train],
             rank=recipe.rank,
-            window=recipe.window,
             steps=recipe.steps,
             seed=recipe.seed,
             stop=lambda: stop is not None and time.monotonic() > stop,
         )
-        return maps, self._share([maps.masses(lesson.hidden[point], recipe.window) for lesson, _ in self.held])
+        return maps, self._share([maps.scores(read.lesson.hidden[point], read.lengths) for read, _ in self.held])
 
-    def _share(self, masses: Sequence[torch.Tensor]) -> float:
-        """Return how much of what answers read goes on by these scores, the mean over held-back prompts."""
-        return _mean_share(masses, [want for _, want in self.held], self.recipe.window)
-
-
-def _mean_share(masses: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], window: int) -> float:
-    """Return how much of what is wanted goes on, the mean over prompts."""
-    shares = [kept_share(each, want, KEEP, window) for each, want in zip(masses, wanted, strict=True)]
-    return sum(shares) / len(shares)
+    def _share(self, scores: Sequence[torch.Tensor]) -> float:
+        """Return how much of what is wanted goes on by scores of passages, the mean over held-back prompts."""
+        pairs = zip(scores, self.held, strict=True)
+        shares = [kept_share(own, want, KEEP, read.lengths) for own, (read, want) in pairs]
+        return sum(shares) / len(shares)
