@@ -25,8 +25,8 @@ from vivace.prefill.scores import BLOCK, SINKS, by_masses
 from vivace.recipes.lazy_plan import TriedSchedule, _keeps
 
 LAYERS = 6
-BREAKS = [37, 41]
 PROMPT = [1 + (11 * place + place // 7) % 290 for place in range(301)]
+BREAKS = [PROMPT[60], PROMPT[130], PROMPT[190]]
 GREEDY: dict[str, Any] = {"do_sample": False, "ignore_eos": True, "max_new_tokens": 8, "method": "plain"}
 
 
@@ -162,11 +162,13 @@ def test_learnt_scores_ride_with_drafts_and_with_tokens_that_come_back(engine: E
 
 def test_heads_that_copy_are_the_teachers_and_heads_that_find_are_chosen() -> None:
     torch.manual_seed(0)
-    wanted = torch.zeros(400)
-    wanted[200:210] = 0.1
-    asked = torch.rand(5, 400) * 0.01
-    asked[3, 195:215] += 1.0
-    heads, share = choose_heads([asked], [wanted], 0.3, [divide([0] * 400, (), 16)])
+    asked, wanted = [], []
+    for place in (40, 150, 210, 300):
+        wanted.append(torch.zeros(400))
+        wanted[-1][place : place + 10] = 0.1
+        asked.append(torch.rand(5, 400) * 0.01)
+        asked[-1][3, place - 2 : place + 12] += 1.0
+    heads, share = choose_heads(asked, wanted, 0.3, [(4, *[32] * 11, 28, 16)] * 4)
     assert heads == [3]
     assert share > 0.99
 

@@ -30,7 +30,7 @@ from vivace.prefill.schedule import PRESETS
 from vivace.prefill.table import find_prefill
 from vivace.prompts import Prompt
 
-SHARES = (0.5, 0.4, 0.3, 0.2, 0.15)
+SHARES = (0.5, 0.4, 0.3, 0.2)
 """Shares of the tokens that are tried at each point."""
 BEST_HEADS = 3
 """Points at which the heads are tried, the lowest left out where they are many."""
