@@ -99,11 +99,11 @@ def learn(
     until = None if ends is None else begun + READING * (ends - begun)
     breaks = line_ends(engine.tokenizer)
     read = _lessons(recipe, engine, prompts, points, num_asked, breaks, report, until)
-    teachers = teachers_of([each.lesson for each in read])
+    teachers = teachers_of([each.noted for each in read])
     report.note(
         "answers read the prompt with heads " + ", ".join(f"{head} of layer {layer}" for layer, head in teachers)
     )
-    wants = [(each, target_of(each.lesson, teachers, recipe.window, each.named)) for each in read]
+    wants = [(each, target_of(each.noted, teachers, recipe.window, each.named)) for each in read]
     pupil = _Pupil.of(recipe, [(each, want) for each, want in wants if want is not None])
     heads, found = pupil.choose(range(1, num_asked + 1))
     maps = dict[int, Maps]()
@@ -129,7 +129,7 @@ def line_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
 class _Read:
     """A prompt that was read."""
 
-    lesson: Lesson
+    noted: Lesson
     lengths: tuple[int, ...]
     """Of its parts."""
     named: torch.Tensor
@@ -172,9 +172,9 @@ def _lessons(
             answer = list(engine.generate(tokens, max_new_tokens=recipe.answer_tokens, **settings)[0].token_ids)
         if answer:
             answer = answer[: recipe.answer_tokens]
-            lesson = observe(engine.model, tokens, answer, points, recipe.window, num_asked)
+            noted = observe(engine.model, tokens, answer, points, recipe.window, num_asked)
             lengths = divide(tokens, breaks, recipe.window)
-            lessons.append(_Read(lesson, lengths, _named(engine.tokenizer, tokens, lengths, row.references)))
+            lessons.append(_Read(noted, lengths, _named(engine.tokenizer, tokens, lengths, row.references)))
         if len(lessons) % 20 == 0:
             report.note(f"{len(lessons)} prompts are read")
         if len(lessons) == recipe.prompts or (ends is not None and time.monotonic() > ends):
@@ -216,10 +216,10 @@ class _Pupil:
         heads, found = list[HeadsBelow](), list[Learnt]()
         wanted, parts = [want for _, want in self.train], [read.lengths for read, _ in self.train]
         for point in points:
-            asked = [read.lesson.asked[point - 1] for read, _ in self.train]
+            asked = [read.noted.asked[point - 1] for read, _ in self.train]
             chosen, _ = choose_heads(asked, wanted, KEEP, parts)
             if chosen:
-                masses = [read.lesson.asked[point - 1][chosen].float().sum(0) for read, _ in self.held]
+                masses = [read.noted.asked[point - 1][chosen].float().sum(0) for read, _ in self.held]
                 scores = [largest(each, read.lengths) for each, (read, _) in zip(masses, self.held, strict=True)]
                 heads.append(HeadsBelow(point, tuple(chosen)))
                 found.append(Learnt("heads", point, self._share(scores)))
@@ -229,13 +229,13 @@ class _Pupil:
         """Teach maps behind a layer until a point of the monotonic clock; return them, and the share that they keep."""
         recipe = self.recipe
         maps = teach(
-            [Example(read.lesson.hidden[point], want, read.lengths) for read, want in self.train],
+            [Example(read.noted.hidden[point], want, read.lengths) for read, want in self.train],
             rank=recipe.rank,
             steps=recipe.steps,
             seed=recipe.seed,
             stop=lambda: stop is not None and time.monotonic() > stop,
         )
-        return maps, self._share([maps.scores(read.lesson.hidden[point], read.lengths) for read, _ in self.held])
+        return maps, self._share([maps.scores(read.noted.hidden[point], read.lengths) for read, _ in self.held])
 
     def _share(self, scores: Sequence[torch.Tensor]) -> float:
         """Return how much of what is wanted goes on by scores of passages, the mean over held-back prompts."""
