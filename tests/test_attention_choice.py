@@ -76,11 +76,14 @@ def test_batch_answers_the_same(folder: Path, tmp_path: Path, capsys: pytest.Cap
 def test_a_batch_does_not_go_on_with_the_other(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stopped(*_: Any) -> None:
+    keep = runs._BatchRun._keep
+
+    def keep_and_stop(batch: runs._BatchRun) -> int:
+        keep(batch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(runs._BatchRun, "_decode", stopped)
+        patched.setattr(runs._BatchRun, "_keep", keep_and_stop)
         assert answer_lines(folder, tmp_path / "out.txt", "--attention", "shared") != 0
     assert answer_lines(folder, tmp_path / "out.txt", "--attention", "el") != 0
     assert "was begun with other settings" in capsys.readouterr().err
