@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from vivace.serve.api_error import APIError
 from vivace.serve.config import ServeConfig
 
-READ_BYTES = 8 << 10
+READ_BYTES = 4 << 10
 """Bytes read from a connection before another has its turn: parsing 256 KiB in chunks of one byte takes .2 s."""
 MAX_HEAD_BYTES = 16 << 10
 """Largest head of a request."""
