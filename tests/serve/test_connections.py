@@ -249,7 +249,7 @@ def test_a_body_in_the_smallest_chunks_holds_up_nobody(hasty: Local, monkeypatch
     with ExitStack() as stack:
         for connection in [stack.enter_context(connect(hasty)) for _ in range(2)]:
             connection.sendall(chunks)
-        hasty.wait_until(lambda: sum(size for size, _ in turns) > 1 << 18)
+        hasty.wait_until(lambda: sum(size for size, _ in turns) > 1 << 16)
     assert max(seconds for _, seconds in turns) < PROMISED_S / 4, "a turn of the loop serves several connections"
 
 
