@@ -154,3 +154,16 @@ def test_tokenizers_are_compared_by_content() -> None:
     require_same_pieces(padded, plain)
     with pytest.raises(MismatchError, match=r"differ in \d+ of 259 common ids \(0: '<\|end\|>' / '<unk>'"):
         require_same_pieces(plain, KINDS["byte fallback"])
+
+
+def test_a_text_longer_than_the_model_reads_has_no_warning_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    """Plain text to round a model by is as long as a book, and divided; transformers would warn of errors to come."""
+    inner = byte_level()
+    inner.model_max_length = 8
+    with caplog.at_level("WARNING"):
+        transformers.logging.enable_propagation()
+        try:
+            assert len(Tokenizer(inner).encode("a word or two", special=False)) == 13
+        finally:
+            transformers.logging.disable_propagation()
+    assert caplog.records == []

@@ -47,9 +47,9 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text, with the tokenizer's own leading and trailing tokens unless ``special`` is
-        off.
+        off. A text may be longer than the model reads: whoever hands it to the model compares lengths.
         """
-        return list(self.inner.encode(text, add_special_tokens=special))
+        return list(self.inner.encode(text, add_special_tokens=special, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
