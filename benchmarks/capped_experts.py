@@ -31,19 +31,14 @@ from typing import Any
 
 import torch
 
-from benchmarks import captions
 from benchmarks.capped import GROUP, drop, enter, read_bytes
+from benchmarks.capped_expert_tables import RIVALS, tables
 from benchmarks.expert_guesses import load_around
 from benchmarks.expert_policies import LeastRecent, OnDemand
 from benchmarks.expert_traces import Trace
 from benchmarks.experts import CAPACITY, Bench, MethodSystem
-from tools.blocks import table
-from vivace.checkpoint.gguf.blocks import find_kind
-from vivace.checkpoint.gguf.file import Entry, Value, write_gguf
-from vivace.checkpoint.gguf.names import gguf_names
-from vivace.checkpoint.load import load_decoder
+from benchmarks.mixture_gguf import write_mixture
 from vivace.checkpoint.tokenizer import load_tokenizer
-from vivace.core.model import Decoder
 from vivace.core.moe import Expert
 from vivace.decode.plain import NoDrafts
 from vivace.evaluate.provenance import provenance
@@ -53,7 +48,6 @@ from vivace.storage.experts.cache import Counts
 from vivace.storage.experts.policy import NextUse, Policy
 from vivace.storage.experts.store import StoredExperts
 from vivace.storage.store import open_store
-from vivace.units import format_bytes
 
 THROTTLE = Path("/sys/fs/cgroup/blkio/vivace-capped")
 """The control group that slows reads down; removed after the measurement."""
@@ -61,16 +55,10 @@ ROOM = 128 << 20
 """Bytes of the limit beside weights: activations, keys and values, and whatever Python allocates."""
 POLICIES = ("on_demand", "lru", "next_layer", "ahead")
 """Rows of the expert cache."""
-RIVALS = ("mmap", "llama.cpp", "accelerate")
-OTHERS = {
-    "mmap": "memory map, ours",
-    "llama.cpp": "memory map, llama.cpp",
-    "accelerate": "transformers with accelerate",
-}
 FEW = 8
 """Tokens of each of two answers of the slowest rival."""
 MOST_S = 150
-"""Seconds after which a row is given up."""
+"""Seconds after which a row is cut, unless told otherwise."""
 
 
 class MappedExperts:
@@ -139,8 +127,15 @@ def ours(options: argparse.Namespace) -> dict[str, Any]:
     for place, prompt in enumerate(bench.prompts):
         before = before if place != 1 else system.from_device
         system.answer(prompt, options.tokens, counts=place > 0)
-    if options.row != "mmap":
-        system.trace.save(options.out / f"trace-{options.row}.json")
+        if place and options.row != "mmap":
+            system.trace.save(options.out / f"trace-{options.row}.json")
+        if place:
+            print(json.dumps(figures(system, before)), flush=True)
+    return figures(system, before)
+
+
+def figures(system: MethodSystem, before: int) -> dict[str, Any]:
+    """Return the figures of a row of ours so far, with what was read from the device since ``before``."""
     counts = system.cache.counts
     found = {
         "device_bytes": system.from_device - before,
@@ -164,7 +159,9 @@ def others(options: argparse.Namespace, load: Callable[[argparse.Namespace], Cal
         while len(text) < count:
             text.append(follow(text[-1:], False))
         texts.append(text)
-        seconds += [time.perf_counter() - begun] if place else []
+        if place:
+            seconds.append(time.perf_counter() - begun)
+            print(json.dumps(measured(seconds, texts) | {"device_bytes": read_bytes() - before}), flush=True)
     return measured(seconds, texts) | {"device_bytes": read_bytes() - before}
 
 
@@ -230,69 +227,6 @@ def prompts_of(options: argparse.Namespace) -> list[tuple[int, ...]]:
     return [tuple(tokenizer.encode_prompt(text)) for text in texts]
 
 
-def write_mixture(folder: Path, out: Path) -> int:
-    """Write a Mixtral checkpoint as GGUF in bfloat16, experts of a layer as one tensor, and return its size.
-
-    Our ``convert --gguf`` writes dense Llamas only; this knows just enough for the benchmark, and ids instead of text.
-    """
-    model = load_decoder(folder, device="cpu")
-    c, moe, kind = model.config, model.config.moe, find_kind("bf16")
-    assert moe is not None
-    keys: dict[str, Value] = {
-        "general.architecture": "llama",
-        "general.file_type": kind.file_code,
-        "tokenizer.ggml.model": "none",
-        "llama.vocab_size": c.vocab_size,
-        "llama.context_length": c.max_positions,
-        "llama.embedding_length": c.width,
-        "llama.block_count": c.num_layers,
-        "llama.feed_forward_length": moe.expert_width,
-        "llama.attention.head_count": c.num_heads,
-        "llama.attention.head_count_kv": c.num_kv_heads,
-        "llama.attention.key_length": c.head_dim,
-        "llama.attention.value_length": c.head_dim,
-        "llama.attention.layer_norm_rms_epsilon": c.norm_eps,
-        "llama.rope.dimension_count": c.head_dim,
-        "llama.rope.freq_base": c.rope(0).theta,
-        "llama.expert_count": moe.num_experts,
-        "llama.expert_used_count": moe.top_k,
-    }
-    return write_gguf(out, keys, list(_entries(model)))
-
-
-def _entries(model: Decoder) -> Iterator[Entry]:
-    """Yield the tensors of a mixture under llama.cpp's names."""
-    bf16, f32 = find_kind("bf16"), find_kind("f32")
-    experts: dict[str, list[torch.Tensor]] = {}
-    for name, value in model.named_parameters():
-        place = name.split(".")
-        if "experts" in place:
-            gate_up = value.chunk(2) if place[-2] == "up" else (value,)
-            for stem, part in zip(("gate", "up") if len(gate_up) > 1 else ("down",), gate_up, strict=True):
-                experts.setdefault(f"blk.{place[1]}.ffn_{stem}_exps.weight", []).append(part)
-        elif place[-2:] == ["router", "weight"]:
-            name = f"blk.{place[1]}.ffn_gate_inp.weight"
-            yield Entry(name, tuple(value.shape), f32, partial(torch.Tensor.float, value))
-        else:
-            yield from _dense(name, value, model)
-    for name, parts in experts.items():
-        yield Entry(name, (len(parts), *parts[0].shape), bf16, partial(torch.stack, parts))
-
-
-def _dense(name: str, value: torch.Tensor, model: Decoder) -> Iterator[Entry]:
-    """Yield what is not of a mixture; heads of queries and keys are reordered as llama.cpp rotates them."""
-    c = model.config
-    rows = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
-    is_qkv = name.endswith("qkv.weight")
-    parts = value.split([count * c.head_dim for count in rows]) if is_qkv else (value,)
-    for index, (target, part) in enumerate(zip(gguf_names(name, len(parts)), parts, strict=True)):
-        turned = part
-        if is_qkv and index < 2:
-            turned = part.view(rows[index], 2, -1, c.width).transpose(1, 2).reshape(part.shape)
-        kind = find_kind("bf16" if part.ndim > 1 else "f32")
-        yield Entry(target, tuple(part.shape), kind, partial(torch.Tensor.contiguous, turned))
-
-
 def in_memory(options: argparse.Namespace) -> dict[str, Any]:
     """Measure, outside both groups, the compute of a token by drafter and that of an expert."""
     bench = bench_of(options)
@@ -307,29 +241,79 @@ ROWS: dict[str, Callable[[argparse.Namespace], Any]] = {
 }
 
 
-def run(name: str, words: Sequence[str]) -> dict[str, Any]:
-    """Run a row in a process of its own; an error is a row too."""
+def run(name: str, words: Sequence[str], limit_s: float) -> dict[str, Any]:
+    """Run a row in a process of its own, and cut it after some seconds; an error is a row too.
+
+    A row that is cut keeps its whole answers, if there is one beside that which fills the caches.
+    """
     command = [sys.executable, "-m", "benchmarks.capped_experts", *words, "--row", name]
+    said, failed, is_cut = "", "", False
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=MOST_S)
-    except subprocess.TimeoutExpired:
-        return {"error": f"took more than {MOST_S} s"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+        said = done.stdout if done.returncode == 0 else ""
+        failed = "killed for memory" if done.returncode == -9 else (done.stderr.splitlines() or ["failed"])[-1]
+    except subprocess.TimeoutExpired as cut:
+        said, is_cut = cut.stdout.decode() if isinstance(cut.stdout, bytes) else cut.stdout or "", True
+        failed = f"no whole answer within {limit_s:g} s"
     finally:
         for group in (GROUP, THROTTLE):
             if group.is_dir():
                 group.rmdir()
-    if done.returncode == 0:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return last_row(said, failed) | ({"cut_s": limit_s} if is_cut else {})
+
+
+def last_row(said: str, failed: str) -> dict[str, Any]:
+    """Return the last whole line of figures that a row printed, or why there is none."""
+    for line in reversed(said.splitlines()):
+        try:
+            found: dict[str, Any] = json.loads(line)
+        except ValueError:
+            continue  # cut in the middle, or not ours
         return found
-    return {"error": "killed for memory" if done.returncode == -9 else (done.stderr.splitlines() or ["failed"])[-1]}
+    return {"error": failed}
+
+
+def kept_rows(path: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what an interrupted run with the same settings has measured: the facts and its rows.
+
+    Raises:
+        SystemExit: the file holds a run with other settings, which is not overwritten.
+    """
+    if path is None or not path.is_file():
+        return {"in_memory": None, "rows": {}}
+    report = json.loads(path.read_text(encoding="utf-8"))
+    other = [name for name, value in settings.items() if report.get(name) != value]
+    if other:
+        raise SystemExit(f"{path} holds a run with another {', '.join(other)}: give another --json, or remove it")
+    return {"in_memory": report["in_memory"], "rows": report["rows"]}
+
+
+def refuse_without_groups() -> None:
+    """Say in one line what is missing where the groups cannot be made.
+
+    Raises:
+        SystemExit: a controller of version 1 is not mounted, or may not be written.
+    """
+    for group, file in ((GROUP, "memory.limit_in_bytes"), (THROTTLE, "blkio.throttle.read_bps_device")):
+        try:
+            group.mkdir(exist_ok=True)
+            is_there = (group / file).is_file()
+            group.rmdir()
+        except OSError as error:
+            raise SystemExit(
+                f"cannot make {group} ({error.strerror}): needs root and control groups of version 1"
+            ) from None
+        if not is_there:
+            raise SystemExit(f"{group.parent} has no {file}: needs control groups of version 1")
 
 
 def simulated_ms(name: str, options: argparse.Namespace, bench: Bench, facts: dict[str, Any]) -> float:
     """Return the simulator's milliseconds a token for a recorded row."""
     trace = Trace.load(options.out / f"trace-{name}.json")
     compute = facts["compute_s"].get(name, facts["compute_s"]["plain"])
-    bench.gb_per_s = options.gb_per_s
-    return 1e3 * bench.simulated(name, trace, bench.num_slots(options.share), compute, facts["expert_s"])
+    bench.gb_per_s = bench.device_gb_per_s  # as fast as it is; the kernel's throttle is simulated
+    bound_to = options.gb_per_s * 1e9
+    return 1e3 * bench.simulated(name, trace, bench.num_slots(options.share), compute, facts["expert_s"], bound_to)
 
 
 def with_gains(rows: dict[str, dict[str, Any]], load_ms: float) -> None:
@@ -354,69 +338,6 @@ def with_gains(rows: dict[str, dict[str, Any]], load_ms: float) -> None:
             row["bound_over_lru"] = whole / max(row["loads_per_token"] * load_ms, row["compute_ms"])
 
 
-COLUMNS = (
-    *("row", "ms a token", "beside LRU", "bound beside LRU", "beside no cache", "simulator", "loads a token"),
-    *("read from the device a token", "most memory", "texts as on demand"),
-)
-
-
-def tables(path: Path) -> str:
-    """Return the committed run as a table, with what was asked for; nothing without one."""
-    if not path.is_file():
-        return "No run is committed yet."
-    report = json.loads(path.read_text(encoding="utf-8"))
-    rows = report["rows"]
-    told = [_told(OTHERS.get(name, name.replace("_", " ")), row, rows) for name, row in rows.items()]
-    caption = (
-        f"{captions.heading(report['provenance'], report['kernels'])}, one thread; {report['num_experts']} experts of "
-        f"{report['expert_bytes'] / 1e6:.2f} MB, {report['share']:.0%} of them in memory, bfloat16. Every row is a "
-        f"process in a control group of {format_bytes(report['limit_bytes'])}, page cache included (the store is "
-        f"{format_bytes(report['store_bytes'])}), whose reads of the disk the kernel holds to "
-        f"{report['gb_per_s']:g} GB/s. {report['answers']} answers of at most {report['tokens']} tokens after one that "
-        "fills the caches; prompts are left out of the times."
-    )
-    return "\n\n".join((caption, table(COLUMNS, told), *_verdict(report)))
-
-
-def _told(name: str, row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> tuple[str, ...]:
-    if "error" in row:
-        return name, row["error"], *[""] * (len(COLUMNS) - 2)
-    low, high = row.get("over_lru_range", (1.0, 1.0))
-    simulated = row.get("simulated_ms")
-    base = rows["on_demand"].get("texts", [])
-    same = sum(a[: len(b)] == b for a, b in zip(base, row["texts"], strict=False))
-    return (
-        name,
-        f"{row['ms_per_token']:.1f}",
-        f"{row.get('over_lru', 0):.2f}x ({low:.2f} to {high:.2f})",
-        f"{row['bound_over_lru']:.2f}x" if "bound_over_lru" in row else "",
-        f"{row.get('over_on_demand', 0):.2f}x",
-        "" if simulated is None else f"{simulated:.1f} ({simulated / row['ms_per_token'] - 1:+.0%})",
-        f"{row['loads_per_token']:.1f}" if simulated is not None else "",
-        format_bytes(int(row["device_bytes"] / row["num_tokens"])),
-        format_bytes(row["peak_bytes"]),
-        f"{same} of {len(row['texts'])}",
-    )
-
-
-def _verdict(report: dict[str, Any]) -> Iterator[str]:
-    """Yield what the run says of the bars: gains, bounds and the simulator's error."""
-    rows = {name: row for name, row in report["rows"].items() if "error" not in row}
-    if "ahead" not in rows or "lru" not in rows:
-        return
-    ahead = rows["ahead"]
-    behind = [f"{ahead['ms_per_token'] / rows[name]['ms_per_token']:.2f}" for name in RIVALS if name in rows]
-    names = [OTHERS[name] for name in RIVALS if name in rows]
-    above = [n.replace("_", " ") for n, row in rows.items() if row["over_lru"] > row.get("bound_over_lru", 9e9) + 0.005]
-    off = [row["simulated_ms"] / row["ms_per_token"] - 1 for row in rows.values() if "simulated_ms" in row]
-    yield (
-        f"Asked for were 1.25x LRU and 2.5x no cache ahead of time: measured {ahead['over_lru']:.2f}x and "
-        f"{ahead['over_on_demand']:.2f}x. Of the time of {', '.join(names)} it takes {', '.join(behind)}. "
-        f"Gains above their own bound: {', '.join(n for n in above if n != 'lru') or 'none'}. The simulator is "
-        f"{min(off):+.0%} to {max(off):+.0%} off (15% was asked for)."
-    )
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -431,6 +352,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tokens", type=int, default=48)
     made.add_argument("--room", type=int, default=ROOM, help="bytes of the limit beside weights")
     made.add_argument("--rows", nargs="+", default=[*POLICIES, *RIVALS], choices=[*POLICIES, *RIVALS])
+    made.add_argument(
+        "--row-s", type=float, default=MOST_S, help="seconds after which a row is cut to its whole answers"
+    )
     made.add_argument("--row", help=argparse.SUPPRESS)
     made.add_argument("--limit", type=int, help=argparse.SUPPRESS)
     made.add_argument("--gguf", type=Path, help=argparse.SUPPRESS)
@@ -444,6 +368,7 @@ def main() -> None:
     if options.row is not None:
         print(json.dumps(ROWS[options.row](options)))
         return
+    refuse_without_groups()
     options.out.mkdir(parents=True, exist_ok=True)
     bench = bench_of(options)
     size, held = bench.store.path.stat().st_size, bench.num_slots(options.share)
@@ -452,29 +377,31 @@ def main() -> None:
     if "llama.cpp" in options.rows and not gguf.is_file():
         write_mixture(options.model, gguf)
     words = [*sys.argv[1:], "--limit", str(limit), "--gguf", str(gguf)]
-    facts = run("in_memory", words)
+    settings = {
+        **{"num_experts": bench.experts.num_experts, "expert_bytes": bench.experts.expert_bytes, "store_bytes": size},
+        **{"share": options.share, "gb_per_s": options.gb_per_s, "limit_bytes": limit, "room_bytes": options.room},
+        **{"answers": 2 * options.prompts - 1, "tokens": options.tokens, "row_s": options.row_s},
+        **{"provenance": asdict(provenance(torch.device("cpu"))), "kernels": choose("auto").name},
+    }
+    kept = kept_rows(options.json, settings)
+    facts, rows = kept["in_memory"] or run("in_memory", words, options.row_s), kept["rows"]
     if "error" in facts:
         raise SystemExit(f"nothing to compare with: all experts in memory: {facts['error']}")
-    rows = {}
     for name in options.rows:
-        rows[name] = row = run(name, words)
+        if name in rows:
+            continue
+        rows[name] = row = run(name, words, options.row_s)
         if name in POLICIES and "error" not in row:
             row["compute_ms"] = 1e3 * facts["compute_s"].get(name, facts["compute_s"]["plain"])
             row["simulated_ms"] = simulated_ms(name, options, bench, facts)
         told = {key: value for key, value in row.items() if key not in ("texts", "ms_by_answer")}
         print(name, json.dumps(told), flush=True)
-    with_gains(rows, bench.experts.expert_bytes / (options.gb_per_s * 1e6))
-    report = {
-        "provenance": asdict(provenance(torch.device("cpu"))),
-        "kernels": choose("auto").name,
-        **{"num_experts": bench.experts.num_experts, "expert_bytes": bench.experts.expert_bytes, "store_bytes": size},
-        **{"share": options.share, "gb_per_s": options.gb_per_s, "limit_bytes": limit, "room_bytes": options.room},
-        **{"answers": 2 * options.prompts - 1, "tokens": options.tokens, "in_memory": facts},
-        "rows": rows,
-    }
+        with_gains(rows, bench.experts.expert_bytes / (options.gb_per_s * 1e6))
+        if options.json is not None:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(settings | {"in_memory": facts, "rows": rows}, indent=1) + "\n"
+            options.json.write_text(text, encoding="utf-8")
     if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(tables(options.json))
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
+from benchmarks.expert_throttle import Throttle
 from benchmarks.expert_traces import Prediction, ReusePrediction, Trace, Visit
 from vivace.errors import ConfigError
 from vivace.storage.experts.policy import Key, Policy
@@ -41,6 +42,8 @@ class Machine:
     """Seconds from the request to the first byte."""
     chunk_bytes: int = 256 * 1024
     """Bytes after which a more urgent load may go first."""
+    throttled_to: float = inf
+    """Bytes a second to which a group of control holds the channel, as the kernel counts them."""
 
     def __post_init__(self) -> None:
         if self.bytes_per_s <= 0 or self.expert_bytes < 1 or self.num_slots < 1 or self.chunk_bytes < 1:
@@ -132,6 +135,7 @@ class _Run:
         self._counted = set(_decoded(trace, warm_up))
         self.outcome, self._others = Simulated(len(self._counted)), Simulated(0)
         self._number = 0
+        self._throttle = None if machine.throttled_to == inf else Throttle(machine.throttled_to)
 
     def run(self, *, guesses: bool) -> Simulated:
         """Run all visits in order."""
@@ -251,6 +255,8 @@ class _Run:
         load = state.queue[0][-1]
         size = min(load.left, machine.chunk_bytes)
         begun = max(state.channel, load.asked + machine.latency_s)
+        if self._throttle is not None:
+            begun = self._throttle.leave(begun, size)
         taken = size / machine.bytes_per_s
         state.channel = begun + taken
         load.outcome.channel_s += taken

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -254,15 +255,24 @@ class Bench:
         assert all(system.texts == systems[0].texts for system in systems), "policies gave different texts"
         return systems
 
-    def simulated(self, name: str, trace: Trace, num_slots: int, compute_s: float, expert_s: float) -> float:
-        """Return the seconds per token according to the simulator."""
+    def simulated(
+        self, name: str, trace: Trace, num_slots: int, compute_s: float, expert_s: float, throttled_to: float = inf
+    ) -> float:
+        """Return the seconds per token according to the simulator, on a device that may be throttled (bytes/s)."""
         moe = self.store.config.moe
         assert moe is not None
         layers = trace.num_layers
         layer_s = max(0.0, compute_s / layers - moe.top_k * expert_s)
         latency_s = 0.0 if self.is_paced else Machine.latency_s
         machine = Machine(
-            self.gb_per_s * 1e9, self.experts.expert_bytes, num_slots, layer_s, expert_s, latency_s, CHUNK_BYTES
+            self.gb_per_s * 1e9,
+            self.experts.expert_bytes,
+            num_slots,
+            layer_s,
+            expert_s,
+            latency_s,
+            CHUNK_BYTES,
+            throttled_to,
         )
         policies: dict[str, Policy] = {
             "on_demand": OnDemand(),

@@ -24,7 +24,7 @@ from benchmarks import (
     beam_quality,
     beam_tables,
     capped,
-    capped_experts,
+    capped_expert_tables,
     captions,
     chat_tables,
     expert_tables,
@@ -145,7 +145,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "capped": capped.tables(RESULTS / "flash" / "capped" / "smollm2.json"),
         },
         techniques / "experts.md": {
-            "capped": capped_experts.tables(RESULTS / "experts-capped" / "mixture.json"),
+            "capped": capped_expert_tables.tables(RESULTS / "experts-capped" / "mixture.json"),
             "headline": expert_tables.headline(RESULTS / "experts" / "paced.json"),
             "results": expert_tables.tables(RESULTS / "experts"),
             "sweep": expert_tables.sweep(RESULTS / "sweep" / "experts.json", RESULTS / "experts"),

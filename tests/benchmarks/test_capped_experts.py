@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.capped_experts import MappedExperts, tables, with_gains, write_mixture
+from benchmarks.capped_expert_tables import tables
+from benchmarks.capped_experts import MappedExperts, kept_rows, last_row, with_gains
 from benchmarks.expert_guesses import load_around
+from benchmarks.mixture_gguf import write_mixture
 from tests.checkpoint.gguf_reader import read_gguf
 from tests.storage.experts.mixtures import answers
 from tests.tiny_checkpoints import make_checkpoint
@@ -88,3 +90,19 @@ def test_gains_and_bounds_stand_in_the_table(tmp_path: Path) -> None:
     assert "killed for memory" in text
     assert "Gains above their own bound: ahead, llama.cpp." not in text
     assert "Gains above their own bound: ahead." in text
+
+
+def test_a_row_that_is_cut_keeps_its_last_whole_line() -> None:
+    assert last_row('{"num_tokens": 3}\n{"num_tokens": 6}\n{"num_tok', "cut") == {"num_tokens": 6}
+    assert last_row("", "no whole answer within 5 s") == {"error": "no whole answer within 5 s"}
+
+
+def test_an_interrupted_run_goes_on_with_the_same_settings_only(tmp_path: Path) -> None:
+    file, settings = tmp_path / "run.json", {"share": 0.5, "tokens": 8}
+    assert kept_rows(file, settings)["rows"] == {}
+    file.write_text(json.dumps(settings | {"in_memory": {"expert_s": 1.0}, "rows": {"lru": row([1.0, 2.0])}}))
+    kept = kept_rows(file, settings)
+    assert list(kept["rows"]) == ["lru"]
+    assert kept["in_memory"] == {"expert_s": 1.0}
+    with pytest.raises(SystemExit, match=r"another tokens: give another --json, or remove it"):
+        kept_rows(file, settings | {"tokens": 9})

@@ -1,0 +1,82 @@
+"""The table of a run of ``benchmarks.capped_experts``, written from its result file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import captions
+from tools.blocks import table
+from vivace.units import format_bytes
+
+RIVALS = ("mmap", "llama.cpp", "accelerate")
+OTHERS = {
+    "mmap": "memory map, ours",
+    "llama.cpp": "memory map, llama.cpp",
+    "accelerate": "transformers with accelerate",
+}
+
+
+COLUMNS = (
+    *("row", "ms a token", "beside LRU", "bound beside LRU", "beside no cache", "simulator", "loads a token"),
+    *("read from the device a token", "most memory", "texts as on demand"),
+)
+
+
+def tables(path: Path) -> str:
+    """Return the committed run as a table, with what was asked for; nothing without one."""
+    if not path.is_file():
+        return "No run is committed yet."
+    report = json.loads(path.read_text(encoding="utf-8"))
+    rows = report["rows"]
+    told = [_told(OTHERS.get(name, name.replace("_", " ")), row, rows) for name, row in rows.items()]
+    caption = (
+        f"{captions.heading(report['provenance'], report['kernels'])}, one thread; {report['num_experts']} experts of "
+        f"{report['expert_bytes'] / 1e6:.2f} MB, {report['share']:.0%} of them in memory, bfloat16. Every row is a "
+        f"process in a control group of {format_bytes(report['limit_bytes'])}, page cache included (the store is "
+        f"{format_bytes(report['store_bytes'])}), whose reads of the disk the kernel holds to "
+        f"{report['gb_per_s']:g} GB/s. {report['answers']} answers of at most {report['tokens']} tokens after one that "
+        "fills the caches; prompts are left out of the times."
+    )
+    return "\n\n".join((caption, table(COLUMNS, told), *_verdict(report)))
+
+
+def _told(name: str, row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> tuple[str, ...]:
+    if "error" in row:
+        return name, row["error"], *[""] * (len(COLUMNS) - 2)
+    low, high = row.get("over_lru_range", (1.0, 1.0))
+    simulated = row.get("simulated_ms")
+    base = rows.get("on_demand", {}).get("texts", [])
+    same = sum(a[: len(b)] == b for a, b in zip(base, row["texts"], strict=False))
+    return (
+        f"{name}, cut after {row['cut_s']:g} s: {row['num_tokens']} tokens" if "cut_s" in row else name,
+        f"{row['ms_per_token']:.1f}",
+        f"{row.get('over_lru', 0):.2f}x ({low:.2f} to {high:.2f})",
+        f"{row['bound_over_lru']:.2f}x" if "bound_over_lru" in row else "",
+        f"{row.get('over_on_demand', 0):.2f}x",
+        "" if simulated is None else f"{simulated:.1f} ({simulated / row['ms_per_token'] - 1:+.0%})",
+        f"{row['loads_per_token']:.1f}" if simulated is not None else "",
+        format_bytes(int(row["device_bytes"] / row["num_tokens"])),
+        format_bytes(row["peak_bytes"]),
+        f"{same} of {len(row['texts'])}",
+    )
+
+
+def _verdict(report: dict[str, Any]) -> Iterator[str]:
+    """Yield what the run says of the bars: gains, bounds and the simulator's error."""
+    rows = {name: row for name, row in report["rows"].items() if "error" not in row}
+    if "ahead" not in rows or "lru" not in rows:
+        return
+    ahead = rows["ahead"]
+    behind = [f"{ahead['ms_per_token'] / rows[name]['ms_per_token']:.2f}" for name in RIVALS if name in rows]
+    names = [OTHERS[name] for name in RIVALS if name in rows]
+    above = [n.replace("_", " ") for n, row in rows.items() if row["over_lru"] > row.get("bound_over_lru", 9e9) + 0.005]
+    off = [row["simulated_ms"] / row["ms_per_token"] - 1 for row in rows.values() if "simulated_ms" in row]
+    yield (
+        f"Asked for were 1.25x LRU and 2.5x no cache ahead of time: measured {ahead['over_lru']:.2f}x and "
+        f"{ahead['over_on_demand']:.2f}x. Of the time of {', '.join(names)} it takes {', '.join(behind)}. "
+        f"Gains above their own bound: {', '.join(n for n in above if n != 'lru') or 'none'}. The simulator is "
+        f"{min(off):+.0%} to {max(off):+.0%} off (15% was asked for)."
+    )
