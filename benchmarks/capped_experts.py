@@ -330,7 +330,7 @@ def with_gains(rows: dict[str, dict[str, Any]], load_ms: float) -> None:
                 row[f"over_{base}"] = fine[base]["ms_per_token"] / row["ms_per_token"]
                 gains = [a / b for a, b in zip(fine[base]["ms_by_answer"], row["ms_by_answer"], strict=False)]
                 row[f"over_{base}_range"] = [min(gains), max(gains)]
-    if "lru" not in fine:
+    if "compute_ms" not in fine.get("lru", {}):
         return
     whole = fine["lru"]["loads_per_token"] * load_ms + fine["lru"]["compute_ms"]
     for row in fine.values():
@@ -384,14 +384,12 @@ def main() -> None:
         **{"provenance": asdict(provenance(torch.device("cpu"))), "kernels": choose("auto").name},
     }
     kept = kept_rows(options.json, settings)
-    facts, rows = kept["in_memory"] or run("in_memory", words, options.row_s), kept["rows"]
-    if "error" in facts:
-        raise SystemExit(f"nothing to compare with: all experts in memory: {facts['error']}")
+    facts, rows = kept["in_memory"] or run("in_memory", words, max(MOST_S, options.row_s)), kept["rows"]
     for name in options.rows:
         if name in rows:
             continue
         rows[name] = row = run(name, words, options.row_s)
-        if name in POLICIES and "error" not in row:
+        if name in POLICIES and "error" not in row and "error" not in facts:
             row["compute_ms"] = 1e3 * facts["compute_s"].get(name, facts["compute_s"]["plain"])
             row["simulated_ms"] = simulated_ms(name, options, bench, facts)
         told = {key: value for key, value in row.items() if key not in ("texts", "ms_by_answer")}

@@ -17,8 +17,8 @@ MEASURED = (
     (1.0, 10, 112),
     (0.2, 3, 2),
 )
-"""Seconds of pause, MiB of a burst after each, milliseconds of a burst at 100 MB/s; direct reads, Linux 6.18, version 1.
-Medians of six."""
+"""Seconds of pause, MiB of a burst after each, milliseconds of a burst at 100 MB/s;
+direct reads, Linux 6.18, version 1. Medians of six."""
 
 
 def bursts(pause: float, size: int) -> list[float]:
