@@ -10,6 +10,10 @@ and the negative log-likelihood of the first reference in nats a token, which is
 Counted are answers that contain a reference, the F1 of their words, and answers that are word for word those of the
 full reading. A set on which the full reading has under ``LEAST`` of the answers carries no claim about answers.
 
+With ``--same-documents`` questions come in turns about one lot of documents, one about each, so that a prefix cache
+spares the full reading what it has read before, bit for bit: far more questions in the same time. Pruned prompts share
+nothing and are read as usual. Times then say nothing and are not reported.
+
 A FILE that exists already is gone on with: its questions are not asked again, and what is found is added.
 """
 
@@ -18,7 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,7 +35,7 @@ import vivace
 from vivace.core.step import Step
 from vivace.decode.session import Session
 from vivace.engine import Engine, Options
-from vivace.evaluate.long_prompts import LONG_TASKS, Layout, _rows
+from vivace.evaluate.long_prompts import LONG_TASKS, Layout, _rows, about_documents
 from vivace.evaluate.others import watched_others
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import contains, word_f1
@@ -41,6 +45,8 @@ NEW_TOKENS = {"multidoc": 12, "reading": 12, "kv": 40}
 """Tokens of an answer, by task."""
 MOST_TOKENS = 4600
 """Longer prompts are left out."""
+PREFIX_BYTES = "512MiB"
+"""For what was read of the documents of one lot."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,17 @@ class QuestionSet:
         places = draws.sample(range(len(rows)), min(self.count, len(rows)))
         return [LONG_TASKS[self.task](rows, place, layout, draws) for place in places]
 
+    def about_the_same(self, half: str, seed: int) -> list[Prompt]:
+        """Return questions about lots of documents, one about each document of a lot, in an order that is drawn."""
+        assert self.task == "multidoc", "the other tasks have one question about a text"
+        rows, draws, asked = _rows(self.source)["AB".index(half) :: 2], Random(seed), list[Prompt]()
+        places = draws.sample(range(len(rows)), len(rows))
+        for first in range(0, len(places) - self.documents + 1, self.documents):
+            lot = [rows[place] for place in places[first : first + self.documents]]
+            documents = [row["ctxs"][0] for row in lot]
+            asked += [about_documents(documents, row) for row in draws.sample(lot, len(lot))]
+        return asked[: self.count]
+
 
 def way_of(text: str) -> dict[str, Any]:
     """Read NAME or NAME:KEEP."""
@@ -91,7 +108,8 @@ def ask(engine: Engine, question: Prompt, way: Mapping[str, Any]) -> dict[str, A
             assert emitted.error is None, emitted.error
             if not tokens:
                 first_token_s = time.perf_counter() - started
-                passes = emitted.stats.num_prompt_layer_passes
+                known = emitted.stats.num_cached_tokens  # were read for another question
+                passes = emitted.stats.num_prompt_layer_passes + known * engine.model.config.num_layers
                 nll = _nll(engine, session, prompt, gold)
             tokens += emitted.tokens
     text = engine.tokenizer.decode([token for token in tokens if token not in engine.tokenizer.eos_ids])
@@ -127,6 +145,9 @@ def measure(
     half: str,
     until: float,
     found: dict[str, Any],
+    *,
+    same_documents: bool = False,
+    save: Callable[[], None] = lambda: None,
 ) -> None:
     """Ask every question in every way, the sets in turns, until the time is over.
 
@@ -137,11 +158,14 @@ def measure(
         half: of the rows of each source.
         until: time of ``time.monotonic`` after which no question is begun.
         found: by set and way what was found before; questions go on behind those, and answers are added.
+        same_documents: whether questions come in turns about one lot of documents.
+        save: called when a question has been asked in all ways.
     """
     asked = {}
     for each in sets:
         own = found.setdefault(each.name, {name: [] for name in ways})
-        fits = (one for one in each.questions(half, seed=7) if _num_tokens(engine, one) <= MOST_TOKENS)
+        questions = (each.about_the_same if same_documents else each.questions)(half, seed=7)
+        fits = (one for one in questions if _num_tokens(engine, one) <= MOST_TOKENS)
         asked[each.name] = islice(fits, len(own["full"]), None)
     turn = 0
     while asked and time.monotonic() < until:
@@ -159,6 +183,7 @@ def measure(
                 own["agrees"] = own["answer"] == text
             for way in ways:  # texts of a data set stay where they are
                 del found[name][way][-1]["answer"]
+            save()
             if time.monotonic() > until:
                 break
         print(_progress(found), flush=True)
@@ -190,29 +215,41 @@ def main() -> None:
     parser.add_argument("--way", action="append", default=[], dest="ways")
     parser.add_argument("--half", choices=("A", "B"), default="B")
     parser.add_argument("--minutes", type=float, default=10.0, help="no question is begun later")
+    parser.add_argument("--same-documents", action="store_true", help="several questions about one lot of documents")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    engine = vivace.load(asked.model)
+    engine = vivace.load(asked.model, prefix_cache=PREFIX_BYTES if asked.same_documents else None)
     ways = {name: way_of(name) for name in ("full", *asked.ways)}
-    found: dict[str, Any] = {}
-    if asked.json is not None and asked.json.exists():
-        found = json.loads(asked.json.read_text(encoding="utf-8"))["answers"]
-    short = Prompt("Say a word about rain. " * 60, ("rain",), "multidoc")
-    for way in ways.values():
-        ask(engine, short, way)  # the first reading is not timed
-    with watched_others() as others:
-        measure(engine, asked.sets, ways, asked.half, time.monotonic() + 60 * asked.minutes, found)
+    before = json.loads(asked.json.read_text(encoding="utf-8")) if asked.json and asked.json.exists() else {}
+    found = before.get("answers", {})
     setting = {
         "model": Path(asked.model).name,
         "kernels": engine.kernels.name,
         "half": asked.half,
         "sets": {each.name: [each.task, each.source.name, each.documents] for each in asked.sets},
-        "others_cpu_share": others.cpu_share,
+        "same_documents": asked.same_documents,
+        "others_cpu_share": None,
     }
-    if asked.json is not None:
-        written = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "answers": found}
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps(written) + "\n", encoding="utf-8")
+    written = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "answers": found}
+
+    def save() -> None:
+        """Write what there is, so that a run that is killed loses one question."""
+        if asked.json is not None:
+            asked.json.parent.mkdir(parents=True, exist_ok=True)
+            beside = asked.json.with_suffix(".part")
+            beside.write_text(json.dumps(written) + "\n", encoding="utf-8")
+            beside.replace(asked.json)
+
+    short = Prompt("Say a word about rain. " * 60, ("rain",), "multidoc")
+    for way in ways.values():
+        ask(engine, short, way)  # the first reading is not timed
+    with watched_others() as others:
+        until = time.monotonic() + 60 * asked.minutes
+        measure(engine, asked.sets, ways, asked.half, until, found, same_documents=asked.same_documents, save=save)
+    earlier = before["setting"]["others_cpu_share"] if before else 0.0
+    known = earlier is not None and others.cpu_share is not None
+    setting["others_cpu_share"] = max(earlier, others.cpu_share) if known else None  # of the busiest of all runs
+    save()
 
 
 if __name__ == "__main__":

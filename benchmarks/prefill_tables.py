@@ -67,21 +67,31 @@ def rows_of(answers: Answers, *, is_timed: bool) -> list[tuple[str, ...]]:
     return rows
 
 
+def _is_timed(setting: Mapping[str, Any]) -> bool:
+    """Return whether times of a run say something: the machine did nothing else, and no question found a text read."""
+    share = setting["others_cpu_share"]
+    return share is not None and share <= captions.BUSY and not setting.get("same_documents", False)
+
+
 def tables(folder: Path) -> str:
     """Return a table for each set of questions of each committed run."""
     parts = []
     for path in sorted(folder.glob("*.json")):
         written = json.loads(path.read_text(encoding="utf-8"))
-        setting, timed = written["setting"], written["setting"]["others_cpu_share"]
-        is_timed = timed is not None and timed <= captions.BUSY
+        setting, is_timed = written["setting"], _is_timed(written["setting"])
         head = f"{captions.heading(written['provenance'], setting['kernels'])}{captions.others(setting)}"
         for name, answers in written["answers"].items():
             full = answers["full"]
             if not full:
                 continue
             tokens = statistics.mean(one["tokens"] for one in full)
+            about = ""
+            if setting.get("same_documents"):
+                lots = -(-len(full) // setting["sets"][name][2])
+                about = f" about {lots} lots of {setting['sets'][name][2]} documents"
             parts.append(
-                f"{head}; {setting['model']}; {name}: {len(full)} questions of {tokens:,.0f} tokens on average."
+                f"{head}; {setting['model']}, half {setting['half']}; {name}: {len(full)} questions{about} of "
+                f"{tokens:,.0f} tokens on average."
             )
             parts.append(table(HEADINGS, rows_of(answers, is_timed=is_timed)))
     return "\n\n".join(parts) or "No run is committed yet."
@@ -96,7 +106,7 @@ def beside_paper(folder: Path, name: str) -> str:
     for path in sorted(folder.glob("*.json")):
         written = json.loads(path.read_text(encoding="utf-8"))
         answers = written["answers"].get(name) or {"full": ()}
-        full = answers["full"]
+        full, is_timed = answers["full"], _is_timed(written["setting"])
         if not full or not sum(one["contains"] for one in full):
             continue
         seconds = statistics.mean(one["first_token_s"] for one in full)
@@ -108,7 +118,9 @@ def beside_paper(folder: Path, name: str) -> str:
                     way,
                     f"{100 * score:.0f}",
                     f"{score / statistics.mean(one['contains'] for one in full):.0%}",
-                    "" if way == "full" else f"{seconds / statistics.mean(one['first_token_s'] for one in own):.2f}x",
+                    ""
+                    if way == "full" or not is_timed
+                    else f"{seconds / statistics.mean(one['first_token_s'] for one in own):.2f}x",
                 )
             )
     return table(("model", "prefill", "score", "of full", "first token sooner"), rows)

@@ -53,7 +53,7 @@ def test_halves_do_not_meet_and_a_file_is_gone_on_with(tmp_path: Path) -> None:
     assert len(found["few"]["full"]) == 3
     written = {
         "provenance": {"cpu": "A", "num_threads": 1, "commit": "c", "best_kernels": "k"},
-        "setting": {"model": "m", "kernels": "k", "others_cpu_share": 0.0},
+        "setting": {"model": "m", "kernels": "k", "half": "B", "others_cpu_share": 0.0},
         "answers": found,
     }
     (tmp_path / "found.json").write_text(json.dumps(written), encoding="utf-8")
@@ -61,3 +61,44 @@ def test_halves_do_not_meet_and_a_file_is_gone_on_with(tmp_path: Path) -> None:
     assert "few: 3 questions" in text
     assert "| lazy:1:0.5 |" in text
     assert "LazyLLM | 22.31 | 99% | 2.34x" in prefill_tables.beside_paper(tmp_path, "few")
+
+
+def test_questions_about_the_same_documents_are_read_from_a_prefix_cache(tmp_path: Path) -> None:
+    """Figures are those without it, the layer passes too; times are left out of the tables."""
+    folder = make_checkpoint(tmp_path / "model", context=1024, layers=2)
+    source = tmp_path / "rows.jsonl"
+    rows = [
+        {"question": f"who is {n}", "answers": [str(n)], "ctxs": [{"title": f"t{n}", "text": f"{n} is here. " * 4}]}
+        for n in range(16)
+    ]
+    source.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    own = QuestionSet.of(f"few=multidoc:{source}:4:6")
+    questions = own.about_the_same("B", 7)
+    assert len(questions) == 6
+    texts = [str(one.request).partition("Question")[0] for one in questions]
+    assert texts[0] == texts[3]
+    assert texts[3] != texts[4] == texts[5]
+    assert all(f": {one.references[0]} is here" in str(one.request) for one in questions)
+    ways = {"full": {}, "lazy:1:0.5": way_of("lazy:1:0.5")}
+    runs, saved = list[dict[str, Any]](), list[int]()
+    for prefix in (None, "64MiB"):
+        engine = vivace.load(folder, prefix_cache=prefix)
+        found: dict[str, Any] = {}
+        measure(engine, [own], ways, "B", float("inf"), found, same_documents=True, save=lambda: saved.append(1))
+        runs.append(found["few"])
+        assert prefix is None or engine.prefix_cache.num_hits > 100
+    assert len(saved) == 12
+    for way in ways:
+        for alone, shared in zip(runs[0][way], runs[1][way], strict=True):
+            assert {**alone, "first_token_s": 0} == {**shared, "first_token_s": 0}
+    setting = {"model": "m", "kernels": "k", "half": "B", "sets": {"few": ["multidoc", "rows", 4]}}
+    written = {
+        "provenance": {"cpu": "A", "num_threads": 1, "commit": "c", "best_kernels": "k"},
+        "setting": {**setting, "others_cpu_share": 0.0, "same_documents": True},
+        "answers": {"few": {way: [{**one, "contains": True} for one in own] for way, own in runs[1].items()}},
+    }
+    (tmp_path / "found.json").write_text(json.dumps(written), encoding="utf-8")
+    text = prefill_tables.tables(tmp_path)
+    assert "few: 6 questions about 2 lots of 4 documents" in text
+    assert "x |" not in text
+    assert "x |" not in prefill_tables.beside_paper(tmp_path, "few").split("2.34x |")[1]

@@ -19,7 +19,17 @@ from vivace.decode.session import Session
 from vivace.engine import Engine, Options
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.prefill.learned import Maps, normed
-from vivace.prefill.lessons import Example, choose_heads, loss_of, observe, target_of, teach, teachers_of
+from vivace.prefill.lessons import (
+    Example,
+    choose_heads,
+    loss_of,
+    observe,
+    residuals,
+    target_in,
+    target_of,
+    teach,
+    teachers_of,
+)
 from vivace.prefill.passages import by_passages, divide, largest
 from vivace.prefill.scores import BLOCK, SINKS, by_masses
 from vivace.recipes.lazy_plan import TriedSchedule, _keeps
@@ -248,6 +258,21 @@ def test_a_lesson_has_what_the_answer_read(engine: Engine) -> None:
     assert target_of(lesson, teachers_of([lesson]), 16) is not None
 
 
+def test_residuals_are_those_of_a_full_reading(engine: Engine) -> None:
+    """A prompt that is longer than a chunk, read up to a point only; its target is where the answer's words stand."""
+    lesson = observe(engine.model, PROMPT, [5], [2, 4], 16, 3)
+    found = residuals(engine.model, PROMPT, [4, 2])
+    assert {point: each.shape for point, each in found.items()} == {p: h.shape for p, h in lesson.hidden.items()}
+    for point, hidden in lesson.hidden.items():
+        assert torch.allclose(found[point].float(), hidden.float(), atol=0.05)
+    named = torch.zeros(301, dtype=torch.bool)
+    named[100:140] = named[290:] = named[0] = True
+    want = target_in(named, 16)
+    assert want is not None
+    assert want.tolist() == pytest.approx([1 / 40 if 100 <= place < 140 else 0 for place in range(301)])
+    assert target_in(torch.zeros(301, dtype=torch.bool), 16) is None
+
+
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
@@ -292,6 +317,13 @@ def test_train_and_tune_from_the_command_line(tmp_path: Path, capsys: pytest.Cap
     assert "say what to learn from: --data FILE" in capsys.readouterr().err
     assert run_cli(["train", "lazy", "rnk=3", "--model", str(folder), "--data", str(data)]) == 2
     assert "did you mean 'rank'" in capsys.readouterr().err
+    line = ["train", "lazy", "points=[2,4]", "--model", str(folder), "--data", str(data)]
+    assert run_cli(line) == 2
+    assert "points has layer 4; it must be from 1 to 3" in capsys.readouterr().err
+    line = ["train", "lazy", "rank=4", "steps=5", "points=[2]", "whole=6", "--model", str(folder), "--data", str(data)]
+    assert run_cli([*line, "--out", str(tmp_path / "few"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {each["point"] for each in found["scores"] if each["score"] == "taught"} == {2}
     assert run_cli(["train", "lazy", "rank=4", "steps=5", "--model", str(folder), "--data", str(data), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {each["score"] for each in found["scores"]} == {"heads", "taught"}

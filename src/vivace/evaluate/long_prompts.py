@@ -56,10 +56,15 @@ def _multidoc(rows: Sequence[Row], number: int, layout: Layout, draws: Random) -
     others = draws.sample([place for place in range(len(rows)) if place != number], layout.documents - 1)
     documents = [rows[place]["ctxs"][0] for place in others]
     documents.insert(_place(layout, draws), rows[number]["ctxs"][0])
+    return about_documents(documents, rows[number])
+
+
+def about_documents(documents: Sequence[Mapping[str, str]], row: Row) -> Prompt:
+    """Return the question of a row about documents, of which one is its own."""
     listed = [f"Document {at} ({each['title']}): {each['text']}" for at, each in enumerate(documents, 1)]
-    text = "\n".join(["Here are some documents.", *listed, "", f"Question: {rows[number]['question']}?"])
+    text = "\n".join(["Here are some documents.", *listed, "", f"Question: {row['question']}?"])
     text += "\nAnswer the question in a few words, from the documents."
-    return Prompt(text, tuple(rows[number]["answers"]), "multidoc")
+    return Prompt(text, tuple(row["answers"]), "multidoc")
 
 
 def _kv(rows: Sequence[Row], number: int, layout: Layout, draws: Random) -> Prompt:

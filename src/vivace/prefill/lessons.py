@@ -3,11 +3,12 @@
 A prompt is read in full once and its answer is given. Then every head has read something for every token of the
 answer. Heads that read the very token that is written next are the ones that find things (the retrieval score of Wu et
 al. 2024, arXiv:2404.15574); what the few best of them read, passage by passage, is what a score at a low point has to
-foretell. No passage is marked by hand; where the answer's own words stand in some passages, only those count. Two
-scores learn it (``learned.py``): heads below a point are chosen, by how much of it they would keep, and maps of the
-residuals at a point are taught by cross entropy, among the passages of all prompts of a batch: those of the others are
-read by nobody who asks this question, so a few hundred prompts give many thousand examples (in-batch negatives, as in
-Karpukhin et al. 2020, arXiv:2004.04906).
+foretell. No passage is marked by hand; where the answer's own words stand in some passages, only those count, and a
+prompt of which only that is known need not be read above the points (``residuals``). Two scores learn it
+(``learned.py``): heads below a point are chosen, by how much of it they would keep, and maps of the residuals at a
+point are taught by cross entropy, among the passages of all prompts of a batch: those of the others are read by nobody
+who asks this question, so a few hundred prompts give many thousand examples (in-batch negatives, as in Karpukhin et al.
+2020, arXiv:2004.04906).
 """
 
 from __future__ import annotations
@@ -105,6 +106,25 @@ def observe(
     return Lesson(hidden, torch.stack(reads), torch.stack(copies), asked.half())
 
 
+@torch.inference_mode()
+def residuals(model: Decoder, prompt: Sequence[int], points: Sequence[int]) -> dict[int, Tensor]:
+    """Read a prompt up to the highest point only, and return the residuals (n, E) of its tokens at each point.
+
+    They are ``Lesson.hidden``, for prompts of which is known without an answer which passages it needs.
+    """
+    ids, cache = torch.tensor(list(prompt)), model.new_cache(1, len(prompt))
+    kept: dict[int, list[Tensor]] = {point: [] for point in sorted(points)}
+    for first in range(0, len(prompt), CHUNK):
+        positions = torch.arange(first, min(len(prompt), first + CHUNK))
+        is_chunk = int(positions[-1]) >= model.backend.rows_up_to
+        step = Step.packed(cache, [0] * len(positions), positions, positions, chunk=is_chunk)
+        h, start = model.embed(ids[positions], step), 0
+        for point, parts in kept.items():
+            h, start = model.run(h, step, start, point), point
+            parts.append(h)
+    return {point: torch.cat(parts).bfloat16() for point, parts in kept.items()}
+
+
 def teachers_of(lessons: Sequence[Lesson]) -> list[tuple[int, int]]:
     """Return the heads, as (layer, head), that read what is written next with most weight, best first."""
     copies = torch.stack([lesson.copies for lesson in lessons]).mean(0)
@@ -127,6 +147,21 @@ def target_of(
     if named is not None and named.any():
         inside = read * named
         read = inside if inside.sum() >= LEAST else named.float()
+    return _between_ends(read, window)
+
+
+def target_in(named: Tensor, window: int) -> Tensor | None:
+    """Return the target where only is known which passages have the answer in its own words: equal shares of these.
+
+    Args:
+        named: (n,) whether a token's passage has it.
+        window: tokens at the end of the prompt that are left out.
+    """
+    return _between_ends(named.float(), window)
+
+
+def _between_ends(read: Tensor, window: int) -> Tensor | None:
+    """Return what was read (n,) without the ends as shares, or None where that is nothing."""
     read[:SINKS] = 0
     read[max(0, len(read) - window) :] = 0
     return None if read.sum() < LEAST else read / read.sum()

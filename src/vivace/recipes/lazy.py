@@ -17,7 +17,18 @@ from vivace.engine import Engine
 from vivace.errors import ConfigError
 from vivace.evaluate.quality import contains
 from vivace.prefill.learned import KIND, RANK, WINDOW, HeadsBelow, LazyConfig, LazyPlan, Maps, tensors_of
-from vivace.prefill.lessons import Example, Lesson, choose_heads, kept_share, observe, target_of, teach, teachers_of
+from vivace.prefill.lessons import (
+    Example,
+    Lesson,
+    choose_heads,
+    kept_share,
+    observe,
+    residuals,
+    target_in,
+    target_of,
+    teach,
+    teachers_of,
+)
 from vivace.prefill.passages import divide, largest
 from vivace.prefill.pruned import check_model
 from vivace.prompts import Prompt
@@ -43,6 +54,11 @@ class LazyRecipe:
     window: int = WINDOW
     prompts: int = 200
     """Prompts at most that are read."""
+    whole: int = 40
+    """Prompts that are read to the top, from which heads are chosen. A later one is read only up to the highest point
+    where a passage of it has its reference in its own words."""
+    points: tuple[int, ...] = ()
+    """Layers behind which maps are taught; left out, some low ones of the model."""
     longest: int = 2048
     """Longer prompts are left out."""
     steps: int = 120
@@ -51,7 +67,7 @@ class LazyRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("rank", "window", "prompts", "longest", "steps", "answer_tokens"):
+        for name in ("rank", "window", "prompts", "whole", "longest", "steps", "answer_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
 
@@ -93,17 +109,17 @@ def learn(
     check_model(engine.model, KIND)
     ends = None if minutes is None else time.monotonic() + 60 * minutes
     num_layers = engine.model.config.num_layers
-    points = sorted({min(num_layers - 1, max(1, round(depth * num_layers))) for depth in DEPTHS})
+    points = points_of(recipe, num_layers)
     num_asked = max(1, min(num_layers - 1, round(DEEPEST_HEADS * num_layers)))
     begun = time.monotonic()
     until = None if ends is None else begun + READING * (ends - begun)
     breaks = line_ends(engine.tokenizer)
     read = _lessons(recipe, engine, prompts, points, num_asked, breaks, report, until)
-    teachers = teachers_of([each.noted for each in read])
+    teachers = teachers_of([each.noted for each in read if each.noted is not None])
     report.note(
         "answers read the prompt with heads " + ", ".join(f"{head} of layer {layer}" for layer, head in teachers)
     )
-    wants = [(each, target_of(each.noted, teachers, recipe.window, each.named)) for each in read]
+    wants = [(each, each.target(teachers, recipe.window)) for each in read]
     pupil = _Pupil.of(recipe, [(each, want) for each, want in wants if want is not None])
     heads, found = pupil.choose(range(1, num_asked + 1))
     maps = dict[int, Maps]()
@@ -120,6 +136,20 @@ def learn(
     return found
 
 
+def points_of(recipe: LazyRecipe, num_layers: int) -> list[int]:
+    """Return behind how many layers maps are taught, in rising order.
+
+    Raises:
+        ConfigError: the recipe names a layer that is not below another one.
+    """
+    for point in recipe.points:
+        if not 1 <= point < num_layers:
+            raise ConfigError(f"points has layer {point}; it must be from 1 to {num_layers - 1}")
+    if recipe.points:
+        return sorted(set(recipe.points))
+    return sorted({min(num_layers - 1, max(1, round(depth * num_layers))) for depth in DEPTHS})
+
+
 def line_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens of a vocabulary that hold the end of a line."""
     return tuple(sorted(index for index in tokenizer.pieces() if "\n" in tokenizer.decode([index])))
@@ -129,11 +159,20 @@ def line_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
 class _Read:
     """A prompt that was read."""
 
-    noted: Lesson
+    hidden: Mapping[int, torch.Tensor]
+    """By point, residuals (n, E) of its tokens there."""
     lengths: tuple[int, ...]
     """Of its parts."""
     named: torch.Tensor
     """(n,) whether a token's passage has a reference in its own words."""
+    noted: Lesson | None
+    """What all layers read; None where it was read up to the highest point only."""
+
+    def target(self, teachers: Sequence[tuple[int, int]], window: int) -> torch.Tensor | None:
+        """Return how much of what the answer needs lies at each token (n,); None where that is not known."""
+        if self.noted is None:
+            return target_in(self.named, window)
+        return target_of(self.noted, teachers, window, self.named)
 
 
 def _named(
@@ -165,16 +204,13 @@ def _lessons(
         if not least <= len(tokens) <= recipe.longest:
             continue
         num_asked_for += 1
-        if row.references:
-            answer = list(engine.tokenizer.encode(row.references[0], special=False))
-        else:
-            settings: Mapping[str, Any] = {"method": "plain", "do_sample": False}
-            answer = list(engine.generate(tokens, max_new_tokens=recipe.answer_tokens, **settings)[0].token_ids)
-        if answer:
-            answer = answer[: recipe.answer_tokens]
+        lengths = divide(tokens, breaks, recipe.window)
+        named = _named(engine.tokenizer, tokens, lengths, row.references)
+        if named.any() and len(lessons) >= recipe.whole:
+            lessons.append(_Read(residuals(engine.model, tokens, points), lengths, named, None))
+        elif answer := _answer(recipe, engine, tokens, row.references):
             noted = observe(engine.model, tokens, answer, points, recipe.window, num_asked)
-            lengths = divide(tokens, breaks, recipe.window)
-            lessons.append(_Read(noted, lengths, _named(engine.tokenizer, tokens, lengths, row.references)))
+            lessons.append(_Read(noted.hidden, lengths, named, noted))
         if len(lessons) % 20 == 0:
             report.note(f"{len(lessons)} prompts are read")
         if len(lessons) == recipe.prompts or (ends is not None and time.monotonic() > ends):
@@ -185,6 +221,14 @@ def _lessons(
             "needed, such as those of: vivace data multidoc SRC OUT"
         )
     return lessons
+
+
+def _answer(recipe: LazyRecipe, engine: Engine, tokens: list[int], references: Sequence[str]) -> list[int]:
+    """Return the first tokens of the first reference, or of what the model answers where there is none."""
+    if references:
+        return list(engine.tokenizer.encode(references[0], special=False))[: recipe.answer_tokens]
+    settings: Mapping[str, Any] = {"method": "plain", "do_sample": False}
+    return list(engine.generate(tokens, max_new_tokens=recipe.answer_tokens, **settings)[0].token_ids)
 
 
 Pair = tuple[_Read, torch.Tensor]
@@ -214,31 +258,32 @@ class _Pupil:
     def choose(self, points: Iterable[int]) -> tuple[list[HeadsBelow], list[Learnt]]:
         """Choose heads below each layer whose attention shows what answers read; return them, and how good they are."""
         heads, found = list[HeadsBelow](), list[Learnt]()
-        wanted, parts = [want for _, want in self.train], [read.lengths for read, _ in self.train]
+        train = [(read.noted.asked, want, read.lengths) for read, want in self.train if read.noted is not None]
+        held = [(read.noted.asked, want, read.lengths) for read, want in self.held if read.noted is not None]
+        if not train or not held:
+            return heads, found
         for point in points:
-            asked = [read.noted.asked[point - 1] for read, _ in self.train]
-            chosen, _ = choose_heads(asked, wanted, KEEP, parts)
+            asked = [each[point - 1] for each, _, _ in train]
+            chosen, _ = choose_heads(asked, [want for _, want, _ in train], KEEP, [parts for _, _, parts in train])
             if chosen:
-                masses = [read.noted.asked[point - 1][chosen].float().sum(0) for read, _ in self.held]
-                scores = [largest(each, read.lengths) for each, (read, _) in zip(masses, self.held, strict=True)]
+                masses = [largest(each[point - 1][chosen].float().sum(0), parts) for each, _, parts in held]
+                shares = [
+                    kept_share(own, want, KEEP, parts) for own, (_, want, parts) in zip(masses, held, strict=True)
+                ]
                 heads.append(HeadsBelow(point, tuple(chosen)))
-                found.append(Learnt("heads", point, self._share(scores)))
+                found.append(Learnt("heads", point, sum(shares) / len(shares)))
         return heads, found
 
     def teach(self, point: int, stop: float | None) -> tuple[Maps, float]:
         """Teach maps behind a layer until a point of the monotonic clock; return them, and the share that they keep."""
         recipe = self.recipe
         maps = teach(
-            [Example(read.noted.hidden[point], want, read.lengths) for read, want in self.train],
+            [Example(read.hidden[point], want, read.lengths) for read, want in self.train],
             rank=recipe.rank,
             steps=recipe.steps,
             seed=recipe.seed,
             stop=lambda: stop is not None and time.monotonic() > stop,
         )
-        return maps, self._share([maps.scores(read.noted.hidden[point], read.lengths) for read, _ in self.held])
-
-    def _share(self, scores: Sequence[torch.Tensor]) -> float:
-        """Return how much of what is wanted goes on by scores of passages, the mean over held-back prompts."""
-        pairs = zip(scores, self.held, strict=True)
-        shares = [kept_share(own, want, KEEP, read.lengths) for own, (read, want) in pairs]
-        return sum(shares) / len(shares)
+        pairs = [(maps.scores(read.hidden[point], read.lengths), want, read.lengths) for read, want in self.held]
+        shares = [kept_share(scores, want, KEEP, parts) for scores, want, parts in pairs]
+        return maps, sum(shares) / len(shares)
