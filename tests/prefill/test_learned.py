@@ -98,6 +98,13 @@ def test_passages_go_on_as_a_whole() -> None:
     assert by_passages(torch.empty(0), (0, 30), 7).tolist() == [*range(23, 30)]
 
 
+def test_the_line_that_the_window_cuts_goes_on() -> None:
+    lengths, scores = (4, 50, 60, 70, 9, 20), torch.tensor([1.0, 3.0, 2.0, 0.0])
+    found = by_passages(scores, lengths, 4 + 60 + 9 + 20).tolist()
+    assert found == [*range(4), *range(54, 114), *range(184, 193), *range(193, 213)]
+    assert by_passages(scores, lengths, 4 + 5 + 20).tolist() == [*range(4), *range(184, 189), *range(193, 213)]
+
+
 def test_a_passage_has_the_sum_of_the_best_matches() -> None:
     """The late interaction, beside loops over tokens."""
     torch.manual_seed(0)

@@ -59,7 +59,9 @@ def sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
 def by_passages(scores: Tensor, lengths: Sequence[int], count: int) -> Tensor:
     """Keep the first part, the window, and the passages between them that have the best scores.
 
-    A passage that does not fit as a whole is kept in part, from its beginning.
+    A passage that does not fit as a whole is kept in part, from its beginning. One of less than ``SHORTEST`` tokens right
+    in front of the window comes first, whatever its score: it is the beginning of the line that the window cuts, such
+    as the first words of a long question.
 
     Args:
         scores: of each passage, (P,); ties go to earlier ones.
@@ -74,7 +76,11 @@ def by_passages(scores: Tensor, lengths: Sequence[int], count: int) -> Tensor:
     sinks = min(lengths[0], count - window)
     firsts = list(accumulate(lengths))
     kept = list(range(sinks))
-    for passage in torch.sort(scores, descending=True, stable=True).indices.tolist():
+    order = torch.sort(scores, descending=True, stable=True).indices.tolist()
+    if order and lengths[-2] < SHORTEST:
+        order.remove(len(order) - 1)
+        order.insert(0, len(scores) - 1)
+    for passage in order:
         room = count - window - len(kept)
         if not room:
             break
