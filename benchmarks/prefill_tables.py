@@ -98,7 +98,10 @@ def tables(folder: Path) -> str:
 
 
 def beside_paper(folder: Path, name: str) -> str:
-    """Return the paper's table of multi-document questions and, below it, ours of the set of that name."""
+    """Return the paper's table of multi-document questions and, below it, ours of the set of that name.
+
+    A run is left out in which the full reading answers too few questions to say anything about answers.
+    """
     rows = [
         ("paper, Llama 2 7B", way, f"{score:.2f}", f"{score / PAPER[0][1]:.0%}", f"{sooner:.2f}x" if sooner else "")
         for way, score, sooner in PAPER
@@ -107,7 +110,7 @@ def beside_paper(folder: Path, name: str) -> str:
         written = json.loads(path.read_text(encoding="utf-8"))
         answers = written["answers"].get(name) or {"full": ()}
         full, is_timed = answers["full"], _is_timed(written["setting"])
-        if not full or not sum(one["contains"] for one in full):
+        if not full or statistics.mean(one["contains"] for one in full) < LEAST:
             continue
         seconds = statistics.mean(one["first_token_s"] for one in full)
         for way, own in answers.items():
