@@ -59,9 +59,9 @@ def sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
 def by_passages(scores: Tensor, lengths: Sequence[int], count: int) -> Tensor:
     """Keep the first part, the window, and the passages between them that have the best scores.
 
-    A passage that does not fit as a whole is kept in part, from its beginning. One of less than ``SHORTEST`` tokens right
-    in front of the window comes first, whatever its score: it is the beginning of the line that the window cuts, such
-    as the first words of a long question.
+    A passage that does not fit as a whole is kept in part, from its beginning. One of less than ``SHORTEST`` tokens in
+    front of the window comes first, whatever its score: it is the beginning of the line that the window cuts, such as
+    the first words of a long question.
 
     Args:
         scores: of each passage, (P,); ties go to earlier ones.
