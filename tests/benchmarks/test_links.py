@@ -48,6 +48,20 @@ def test_ways_are_measured_over_shaped_links_and_bytes_are_those_of_the_interfac
     assert runahead["interface_in"] == pytest.approx(entries, rel=0.05)
 
 
+@NEEDS_ROOT
+def test_bytes_that_wait_before_a_slow_link_are_counted_for_the_way_that_sent_them(tmp_path: Path) -> None:
+    """Rank 0 ends a sequence with 44 kB on their way, which take a tenth of a second here; rank 0 alone comes next."""
+    model = make_checkpoint(tmp_path / "model", context=1024)
+    words = ["--lengths", "600", "--ways", "one,sequence-causal", "--batches", "0", "--repeats", "1"]
+    with network(2, kind="namespace", mbit=4) as net:
+        report = measure(net, str(model), words, 100)
+    one, sequence = report["rows"]
+    assert one["sent_bytes"] == 0
+    assert max(one["interface_out"], one["interface_in"]) < 500, "at most a packet that TCP sent twice"
+    assert sequence["sent_bytes"] > 2 * 343 * 2 * 16 * 4, "layers, entries, keys and values, width of a head"
+    assert sequence["interface_out"] == pytest.approx(sequence["sent_bytes"], rel=0.02)
+
+
 def test_paced_links_take_their_time(tmp_path: Path) -> None:
     pace, started = Pace(1e6, 0.01), time.monotonic()
     for _ in range(3):

@@ -13,6 +13,7 @@ from vivace.core.model import Decoder
 from vivace.errors import ConfigError, nearest
 from vivace.parallel.every import EveryLoading
 from vivace.parallel.links import HEADER
+from vivace.parallel.measuring import confirm_received
 from vivace.parallel.partition import even, first_token_s, predicted_s
 from vivace.parallel.partition_table import search
 from vivace.parallel.world import World
@@ -213,18 +214,24 @@ class Ways:
         return found
 
     def _counters(self) -> tuple[int, dict[str, int]]:
+        """Return what was sent and what the interface has carried, once nothing of earlier ways is on its way."""
+        confirm_received(self._loading.world)
+        return self._counted()
+
+    def _counted(self) -> tuple[int, dict[str, int]]:
         links = self._loading.world.links
         sent = sum(links.sent.values()) + HEADER.size * sum(links.frames.values())
         return sent, interface_counters(self._interface)
 
     def _since(self, before: tuple[int, dict[str, int]]) -> tuple[int, int | None, int | None]:
-        links = self._loading.world.links
-        links.flush()
-        sent, counters = self._counters()
+        """Return what was sent, and what the interface carried out and in; the frames that confirm it left out."""
+        out, back = confirm_received(self._loading.world)
+        sent, counters = self._counted()
+        sent_bytes = sent - before[0] - out
         moved = {name: value - before[1][name] for name, value in counters.items()}
         if not moved:
-            return sent - before[0], None, None
-        return sent - before[0], payload_of(moved, "tx"), payload_of(moved, "rx")
+            return sent_bytes, None, None
+        return sent_bytes, payload_of(moved, "tx") - out, payload_of(moved, "rx") - back
 
 
 def shown(name: str) -> str:

@@ -13,7 +13,7 @@ from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.decode.forward import threads_of
 from vivace.parallel import passes
-from vivace.parallel.links import MESSAGE
+from vivace.parallel.links import HEADER, MESSAGE
 from vivace.parallel.partition import Costs
 from vivace.parallel.world import World
 
@@ -52,6 +52,24 @@ def link_speed(world: World) -> LinkSpeed:
     small = min(echo_s(1) for _ in range(2 * TIMES))
     large = min(echo_s(ECHO_BYTES) for _ in range(2))
     return LinkSpeed.of(small, large, ECHO_BYTES)
+
+
+def confirm_received(world: World) -> tuple[int, int]:
+    """Wait until every other rank has received all that this one has sent to it, and this one what they sent before.
+
+    A frame that is handed to the system may wait in the buffer of a socket or before a slow link. Frames of one link
+    keep their order, so the answer to a small one says that all before it have arrived.
+
+    Returns:
+        Bytes that this rank has sent and received for that, headers of frames included.
+    """
+    message, answer = passes.packed(passes.ECHO, [1]), torch.empty(1, dtype=torch.uint8)
+    for rank in world.others:
+        world.links.send(rank, 0, message, kind=MESSAGE, purpose="measuring")
+    for rank in world.others:
+        world.links.receive(rank, 0, answer)
+    num_others = len(world.others)
+    return num_others * (HEADER.size + len(message)), num_others * (HEADER.size + answer.nbytes)
 
 
 @torch.inference_mode()
