@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from vivace.errors import CorruptError, MismatchError
-from vivace.parallel.partition import Costs, alone_s, even, first_token_s, gathered_s, predicted_s
+from vivace.parallel.partition import Costs, alone_s, even, first_token_s, gathered_s
 from vivace.parallel.partition_table import PartitionEntry, Table, read_table, save_table, search
+from vivace.parallel.prediction import prompt_times
 
 COSTS = Costs(project_s=1e-6, feed_s=9e-6, attend_s=2e-8, num_layers=6, latency_s=1e-4, entry_s=2e-7)
 TABLE = Table((PartitionEntry(1024, (640, 384), 1.0, 1.1), PartitionEntry(4096, (2816, 1280), 5.0, 6.0)))
@@ -66,8 +67,8 @@ def test_models_of_ways_agree_where_they_must() -> None:
     assert alone == pytest.approx(first_token_s([8192], free) + free.feed_s * 8192 + free.attend_s * 8192**2 / 2)
     halves = even(8192, 2, 256)
     assert gathered_s(halves, free, is_dense=True) > gathered_s(halves, free, is_dense=False)
-    slow = Costs(1e-6, 9e-6, 2e-8, 6, latency_s=1.0, entry_s=1e-3)
-    predicted = predicted_s(8192, halves, halves, slow)
+    slow = Costs(1e-6, 9e-6, 2e-8, 6, latency_s=1.0, entry_s=1e-3, row_bytes_s=1e-3)
+    predicted = prompt_times(8192, halves, halves, slow, slow, 2)
     assert min(predicted, key=lambda way: predicted[way]) == "one", "on a hopeless link nothing is shared"
-    fast = predicted_s(8192, halves, halves, free)
+    fast = prompt_times(8192, halves, halves, free, free, 2)
     assert fast["runahead"] < fast["one"]

@@ -84,14 +84,14 @@ def test_entries_and_text_are_those_of_one_process(family: str, kernels: str, dt
 
 
 @pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("way", ["sequence-causal", "sequence"])
+@pytest.mark.parametrize("way", ["sequence-causal", "sequence", "pipeline-gathered"])
 def test_gathered_entries_are_those_of_one_process(way: str, count: int, tmp_path: Path) -> None:
     """Where every row attends to the whole prompt and is masked, sums have other terms, all of them zero."""
     make("llama").save_pretrained(tmp_path)
     alone = read(tmp_path, "torch", "float32", {})
     led, *followed = run_ranks(count, read, tmp_path, "torch", "float32", {**TOGETHER, "parallel": way})
     assert led[1] == alone[1]
-    if way == "sequence-causal":
+    if way != "sequence":
         assert_same(led, alone)
     for ours, theirs in zip(led[0], alone[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
@@ -129,7 +129,55 @@ def test_auto_reads_the_same_and_says_what_it_expects(tmp_path: Path) -> None:
     (nothing, reason), _ = run_ranks(2, told)
     assert nothing is None, "one chunk is read by rank 0"
     assert "read by" in reason
-    assert all(way in reason for way in ("one", "runahead", "sequence-causal"))
+    assert all(way in reason for way in ("one", "runahead", "sequence-causal", "pipeline-gathered", "tensor"))
+    assert "decoded by one, expected a token one " in reason
+
+
+@pytest.mark.parametrize("way", ["one", "runahead", "sequence-causal", "pipeline-gathered"])
+def test_auto_reads_in_the_way_that_it_expects_to_be_the_fastest(way: str, tmp_path: Path) -> None:
+    """Whatever that is, entries are those of one process; what cannot be chosen for one prompt is never taken."""
+    make("llama").save_pretrained(tmp_path)
+    alone = read(tmp_path, "torch", "float32", {})
+    times = dict.fromkeys(("one", "runahead", "sequence-causal", "pipeline-gathered"), 2.0)
+
+    def work() -> Any:
+        expected, taken = RunaheadPrefill.expected_s, []
+        read_in = RunaheadPrefill.read
+
+        def read_as_expected(self: RunaheadPrefill, *given: Any) -> None:
+            taken.append(given[-1])
+            read_in(self, *given)
+
+        RunaheadPrefill.expected_s = lambda *_: times | {way: 1.0, "tensor": 0.1, "pipeline": 0.1}  # type: ignore[method-assign]
+        RunaheadPrefill.read = read_as_expected  # type: ignore[method-assign]
+        try:
+            return read(tmp_path, "torch", "float32", {**TOGETHER, "parallel": "auto"}), taken
+        finally:
+            RunaheadPrefill.expected_s, RunaheadPrefill.read = expected, read_in  # type: ignore[method-assign]
+
+    (found, taken), _ = run_ranks(2, work)
+    assert taken == ([] if way == "one" else [way])
+    assert_same(found, alone)
+
+
+def test_costs_are_of_the_slowest_rank_while_all_compute(tmp_path: Path) -> None:
+    """Rank 1 takes long for what it computes: that shows in what ranks cost together, not in what one costs alone."""
+    make("llama").save_pretrained(tmp_path)
+    measured = runahead.layer_times
+
+    def work() -> Any:
+        if os.environ["RANK"] == "1":
+            runahead.layer_times = lambda *given, **named: measured(*given, **named) + 7.0
+        engine = vivace.load(tmp_path, **TOGETHER)
+        return engine.prefills._full.costs, engine.prefills._full.alone
+
+    (together, alone), _ = run_ranks(2, work)
+    assert together.project_s > 7
+    assert together.step_s > 7
+    assert len(together.attention) == len(alone.attention) >= 2
+    assert all(seconds > 7 for _, seconds in together.attention)
+    assert 0 < alone.project_s < 7
+    assert 0 < alone.step_s < 7
 
 
 def late(*args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,7 @@ from vivace.cli.prompting import Prompts, read_prompts, split_names
 from vivace.errors import ConfigError
 
 if TYPE_CHECKING:
+    from vivace.core.config import ModelConfig
     from vivace.engine import Engine
     from vivace.evaluate.ways import WayTime
     from vivace.parallel.every import EveryLoading
@@ -37,8 +39,8 @@ def parallel(
     ways: Annotated[
         str,
         typer.Option(
-            help="With commas: one, tensor, tensor:FORM, sequence, sequence-causal, pipeline, runahead-even, "
-            "runahead-model, runahead (searched)."
+            help="With commas: one, auto, tensor, tensor:FORM, sequence, sequence-causal, pipeline, "
+            "pipeline-gathered, runahead-even, runahead-model, runahead (searched)."
         ),
     ] = "one,tensor,sequence,sequence-causal,pipeline,runahead-even,runahead",
     batches: Annotated[str, typer.Option(help="Sizes of batches for decoding, with commas; 0: none.")] = "1",
@@ -96,7 +98,7 @@ def report_of(
     from vivace.evaluate.provenance import provenance
     from vivace.evaluate.ways import world_facts
 
-    costs = loading.reading.costs
+    costs, alone = loading.reading.costs, loading.reading.alone
     return {
         "provenance": asdict(provenance(whole.model.device)),
         "setting": {
@@ -108,9 +110,23 @@ def report_of(
             **world_facts(whole),
             "row_bytes": whole.model.config.width * whole.model.dtype.itemsize,
             "costs": None if costs is None else asdict(costs),
+            "alone": None if alone is None else asdict(alone),
+            "works": works_of(whole.model.config),
         },
         "rows": [asdict(row) for row in rows],
     }
+
+
+def works_of(config: ModelConfig) -> dict[str, list[dict[str, float]]]:
+    """Return which parts of a layer the ranks have where heads are divided, by the numbers of ranks that can do so."""
+    from vivace.errors import ConfigError
+    from vivace.parallel.prediction import share_work
+
+    found = {}
+    for num_ranks in (2, 4, 8):
+        with suppress(ConfigError):
+            found[str(num_ranks)] = [asdict(work) for work in share_work(config, num_ranks)]
+    return found
 
 
 def _sizes(text: str) -> list[int]:

@@ -14,15 +14,19 @@ from vivace.errors import ConfigError, nearest
 from vivace.parallel.every import EveryLoading
 from vivace.parallel.links import HEADER
 from vivace.parallel.measuring import confirm_received
-from vivace.parallel.partition import even, first_token_s, predicted_s
+from vivace.parallel.partition import even, first_token_s, gathered_s
 from vivace.parallel.partition_table import search
 from vivace.parallel.world import World
 
 PIPELINE = "pipeline"
 GRID = 256
 """Pieces begin at multiples of it, as prompts are divided in sessions."""
-READING = ("one", "sequence", "sequence-causal", "runahead-even", "runahead-model", "runahead")
-"""Ways of the whole model: "runahead" has boundaries that were searched, "runahead-model" those of the cost model."""
+READING = (
+    *("one", "auto", "sequence", "sequence-causal", "pipeline-gathered"),
+    *("runahead-even", "runahead-model", "runahead"),
+)
+"""Ways of the whole model: "runahead" has boundaries that were searched, "runahead-model" those of the cost model, and
+"auto" takes for each prompt what it expects to be the fastest."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +196,7 @@ class Ways:
             return self._share
         if name == PIPELINE:
             return self._stages
-        self._loading.reading.way = name if name == "one" or name.startswith("sequence") else "runahead"
+        self._loading.reading.way = "runahead" if name.startswith("runahead") else name
         return self._whole
 
     def _first_token(self, name: str, prompt: Sequence[int], counts: Sequence[int] | None) -> float:
@@ -203,14 +207,18 @@ class Ways:
         return time.perf_counter() - started
 
     def _predicted(self, length: int, counts: Mapping[str, Sequence[int] | None]) -> dict[str, float]:
-        costs = self._loading.reading.costs
-        assert costs is not None, "costs are measured while the model is loaded"
-        ranks = min(self._loading.world.size, -(-length // GRID))
-        equal = even(length, ranks, GRID)
-        found = predicted_s(length, equal, equal, costs)
+        reading, model = self._loading.reading, self._whole.model
+        assert reading.costs is not None, "costs are measured while the model is loaded"
+        if length <= GRID:
+            return {}
+        reading.fixed = None
+        found = reading.expected_s(model, length, GRID)
+        found["auto"] = found[reading.chosen(model, found)]
+        equal = even(length, min(self._loading.world.size, -(-length // GRID)), GRID)
+        found["sequence"] = gathered_s(equal, reading.costs, is_dense=True)
         for name, pieces in counts.items():
             if name.startswith("runahead") and pieces is not None:
-                found[name] = first_token_s(pieces, costs)
+                found[name] = first_token_s(pieces, reading.costs)
         return found
 
     def _counters(self) -> tuple[int, dict[str, int]]:

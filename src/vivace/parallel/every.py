@@ -116,6 +116,7 @@ class EveryLoading(SharedLoading):
             staged = PipelineFollower(self.world, stages, passes.STAGES)
             end_following(self.world, *followers, staged, _WireFollower(self._switch))
         whole.backend.num_ranks = self.world.size
+        self.reading.times_masked = True
         self.reading.measure(whole)
         self.prefill = self.reading
         self._loaded = [(share, FULL), (stages, PipelinePrefill())]

@@ -5,21 +5,24 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.decode.forward import threads_of
 from vivace.parallel import passes
+from vivace.parallel.exchange import DenseRows
 from vivace.parallel.links import HEADER, MESSAGE
 from vivace.parallel.partition import Costs
 from vivace.parallel.world import World
 
-ROWS = 128
-"""Rows whose passage through a layer is timed."""
-ENTRIES = 1024
+ROWS = 256
+"""Rows whose passage through a layer is timed, as many as a chunk of a prompt has."""
+BEFORE = (0, 768, 3840)
 """Entries in front of them that they read, where the model's context is that long."""
 TIMES = 3
 ECHO_BYTES = 1 << 20
@@ -72,28 +75,92 @@ def confirm_received(world: World) -> tuple[int, int]:
     return num_others * (HEADER.size + len(message)), num_others * (HEADER.size + answer.nbytes)
 
 
+def costs_of_ranks(world: World, decoder: Decoder, link: LinkSpeed, *, masked: bool = False) -> tuple[Costs, Costs]:
+    """Return what a layer takes on the slowest rank while all of them compute, and on this one while the others wait.
+
+    Args:
+        world: the ranks; the others follow.
+        decoder: the whole model.
+        link: to rank 1.
+        masked: whether attention with a mask afterwards is timed, too.
+    """
+    alone = layer_times(decoder, masked=masked)
+    world.tell(passes.packed(passes.TIME, [int(masked)]))
+    found = [layer_times(decoder, masked=masked)]
+    for rank in world.others:
+        found.append(torch.empty_like(alone))
+        world.links.receive(rank, 0, found[-1])
+    slowest = torch.stack(found).amax(0)
+    return costs_from(slowest, decoder, link, masked=masked), costs_from(alone, decoder, link, masked=masked)
+
+
+def places_of(decoder: Decoder) -> tuple[int, list[int]]:
+    """Return how many rows are timed, and how many entries lie in front of them, in order."""
+    most = decoder.config.max_positions
+    rows = min(ROWS, max(1, most // 4))
+    return rows, sorted({min(before, most - rows) for before in BEFORE})
+
+
 @torch.inference_mode()
-def layer_costs(decoder: Decoder, link: LinkSpeed) -> Costs:
-    """Return what one layer in the middle of a model takes here, and its entries on a link."""
-    config = decoder.config
-    rows = min(ROWS, config.max_positions // 2)
-    before = min(ENTRIES, config.max_positions - rows)
-    cache = decoder.new_cache(1, before + rows)
-    cache.set_aside(0, before + rows)
-    cache.extend([0], [before + rows])
-    step = Step.at(cache, [0] * rows, list(range(before, before + rows)))
-    layer = decoder.layers[config.num_layers // 2]
+def layer_times(decoder: Decoder, *, masked: bool) -> Tensor:
+    """Return the seconds that one layer in the middle of a model takes here, as prompts are read.
+
+    Returns:
+        Of one row each, in float64: projections, what follows attention, a step that decodes one token, attention at
+        each of ``places_of``, and, where ``masked``, attention at each of them with a mask afterwards.
+    """
+    rows, places = places_of(decoder)
+    most, layer = places[-1] + rows, decoder.layers[decoder.config.num_layers // 2]
     assert isinstance(layer, Layer)
-    h = decoder.embed(torch.arange(rows) % config.vocab_size, step)
+    cache = decoder.new_cache(1, most)
+    cache.set_aside(0, most)
+    cache.extend([0], [most])
+    reading, masking, project_s, feed_s, step_s = [], [], 0.0, 0.0, 0.0
+    for before in places:
+        step = replace(Step.at(cache, [0] * rows, list(range(before, before + rows))), is_prompt=True)
+        is_chunk = before + rows > decoder.backend.rows_up_to
+        step = replace(step, chunk=((0, 0, rows),) if is_chunk else None)
+        h = decoder.embed(torch.arange(rows) % decoder.config.vocab_size, step)
+        with nullcontext() if is_chunk else threads_of(decoder):
+            q = layer.project(h, step)
+            reading.append(_median_s(lambda: layer.read(q, step)) / rows)  # noqa: B023 - called at once
+            if masked:
+                dense = DenseRows(step, before + rows)
+                masking.append(_median_s(lambda: dense.read(layer, q)) / rows)  # noqa: B023 - likewise
     with threads_of(decoder):
-        q = layer.project(h, step)
         a = layer.read(q, step)
         project_s = _median_s(lambda: layer.project(h, step)) / rows
-        attend_s = _median_s(lambda: layer.read(q, step)) / (rows * (before + rows / 2))
         feed_s = _median_s(lambda: layer.feed(layer.output(h, a, step), step)) / rows
+        one = Step.at(cache, [0], [places[0]])
+        h = decoder.embed(torch.zeros(1, dtype=torch.int64), one)
+        step_s = _median_s(lambda: decoder.run(h, one, layer.index, layer.index + 1))
     cache.release([0])
-    entry_bytes = cache.store.specs[0].entry_bytes(decoder.dtype)
-    return Costs(project_s, feed_s, attend_s, config.num_layers, link.latency_s, entry_bytes / link.bytes_per_s)
+    return torch.tensor([project_s, feed_s, step_s, *reading, *masking], dtype=torch.float64)
+
+
+def costs_from(times: Tensor, decoder: Decoder, link: LinkSpeed, *, masked: bool) -> Costs:
+    """Return costs from the times of a layer and the speed of a link."""
+    config, (rows, places) = decoder.config, places_of(decoder)
+    project_s, feed_s, step_s, *more = times.tolist()
+    seen = [before + rows / 2 for before in places]
+    entry_bytes = _entry_bytes(decoder)
+    return Costs(
+        project_s,
+        feed_s,
+        more[len(seen) - 1] / seen[-1],
+        config.num_layers,
+        link.latency_s,
+        entry_bytes / link.bytes_per_s,
+        config.width * decoder.dtype.itemsize / link.bytes_per_s,
+        attention=tuple(zip(seen, more, strict=False)),
+        masked=tuple(zip((before + rows for before in places), more[len(seen) :], strict=True)) if masked else (),
+        step_s=step_s,
+    )
+
+
+def _entry_bytes(decoder: Decoder) -> int:
+    cache = decoder.new_cache(1, 1)
+    return cache.store.specs[0].entry_bytes(decoder.dtype)
 
 
 def _median_s(work: Callable[[], object]) -> float:

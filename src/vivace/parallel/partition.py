@@ -16,11 +16,15 @@ work, since sweeps that start at the even split alone stop before the best.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from vivace.core.config import ModelConfig
+
+PORTION = 256
+"""Tokens that are taken to see equally many entries where attention is added up."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,36 @@ class Costs:
     feed_s: float
     """Output projection and feed-forward of one token."""
     attend_s: float
-    """One query token's attention to one entry."""
+    """One query token's attention to one entry; what ``attention`` says comes before it."""
     num_layers: int
     latency_s: float = 0.0
     """Of a message."""
     entry_s: float = 0.0
     """Sending one entry of one layer."""
+    row_bytes_s: float = 0.0
+    """Sending the residual of one token."""
+    attention: tuple[tuple[float, float], ...] = ()
+    """Entries that one query token sees, in order, and the seconds that its attention takes, as far as measured."""
+    masked: tuple[tuple[float, float], ...] = ()
+    """The same where all entries are attended to and some are masked afterwards."""
+    step_s: float = 0.0
+    """One layer of a step that decodes one token."""
+
+    def attention_s(self, count: int, before: int) -> float:
+        """Return the seconds of ``count`` tokens' attention, the first of which sees ``before`` others."""
+        if len(self.attention) < 2:
+            return self.attend_s * count * (before + count / 2)
+        rows, total = min(count, PORTION), 0.0
+        for first in range(0, count, rows):
+            portion = min(rows, count - first)
+            total += portion * _between(self.attention, before + first + portion / 2)
+        return total
+
+    def masked_s(self, count: int, total: int) -> float:
+        """Return the seconds of ``count`` tokens' attention to all of ``total`` entries."""
+        if len(self.masked) < 2:
+            return self.attend_s * count * total
+        return count * _between(self.masked, total)
 
     @staticmethod
     def of(config: ModelConfig, *, rate: float = 1e9) -> Costs:
@@ -53,6 +81,13 @@ class Costs:
         )
 
 
+def _between(points: Sequence[Sequence[float]], at: float) -> float:
+    """Return the height over ``at`` of the line through points, which goes on beyond them and never below zero."""
+    place = min(max(bisect_left([x for x, _ in points], at), 1), len(points) - 1)
+    (low, before), (high, behind) = points[place - 1], points[place]
+    return max(0.0, before + (behind - before) * (at - low) / (high - low))
+
+
 def first_token_s(counts: Sequence[int], costs: Costs) -> float:
     """Return when the last rank of a chain has the entries of the last layer, in the model above."""
     offsets = [0, *accumulate(counts)]
@@ -60,7 +95,7 @@ def first_token_s(counts: Sequence[int], costs: Costs) -> float:
     for place, count in enumerate(counts):
         begun = arrived = 0.0
         send_s = costs.latency_s + offsets[place] * costs.entry_s if place else 0.0
-        attend_s = costs.attend_s * count * (offsets[place] + count / 2) + costs.feed_s * count
+        attend_s = costs.attention_s(count, offsets[place]) + costs.feed_s * count
         for layer in range(costs.num_layers):
             arrived = max(passed[layer], arrived) + send_s if place else 0.0
             passed[layer] = max(begun + costs.project_s * count, arrived)
@@ -78,34 +113,20 @@ def gathered_s(counts: Sequence[int], costs: Costs, *, is_dense: bool) -> float:
     begun = [0.0] * len(counts)
     offsets = [0, *accumulate(counts)]
     meeting = 0.0
+    attending = [
+        costs.masked_s(count, total) if is_dense else costs.attention_s(count, offsets[place])
+        for place, count in enumerate(counts)
+    ]
     for _ in range(costs.num_layers):
         meeting = max(at + costs.project_s * count for at, count in zip(begun, counts, strict=True)) + gather_s
         for place, count in enumerate(counts):
-            seen = total if is_dense else offsets[place] + count / 2
-            begun[place] = meeting + costs.attend_s * count * seen + costs.feed_s * count
+            begun[place] = meeting + attending[place] + costs.feed_s * count
     return meeting
 
 
 def alone_s(length: int, costs: Costs) -> float:
     """Return how long one rank takes."""
-    work = (costs.project_s + costs.feed_s) * length + costs.attend_s * length * length / 2
-    return costs.num_layers * work
-
-
-def predicted_s(length: int, pieces: Sequence[int], equal: Sequence[int], costs: Costs) -> dict[str, float]:
-    """Return how long each way of reading a prompt takes, by its name.
-
-    Args:
-        length: of the prompt.
-        pieces: of the chain.
-        equal: pieces where entries are gathered.
-        costs: of the machine.
-    """
-    return {
-        "one": alone_s(length, costs),
-        "runahead": first_token_s(pieces, costs),
-        "sequence-causal": gathered_s(equal, costs, is_dense=False),
-    }
+    return costs.num_layers * ((costs.project_s + costs.feed_s) * length + costs.attention_s(length, 0))
 
 
 def even(length: int, num_ranks: int, grid: int) -> list[int]:
@@ -159,7 +180,7 @@ def _equal_work(length: int, num_ranks: int, costs: Costs) -> list[float]:
     per_token = costs.project_s + costs.feed_s
 
     def work(tokens: float) -> float:
-        return per_token * tokens + costs.attend_s * tokens * tokens / 2
+        return per_token * tokens + costs.attention_s(round(tokens), 0)
 
     found = []
     for place in range(1, num_ranks):

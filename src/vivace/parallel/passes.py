@@ -17,7 +17,7 @@ from vivace.core.rows import runs_of
 from vivace.core.seams import Memory
 from vivace.core.step import Step
 
-OPEN, CLOSE, RUN, COMMIT, TRUNCATE, RELEASE, RESTORE, FORK, READ, ECHO, WIRE = range(11)
+OPEN, CLOSE, RUN, COMMIT, TRUNCATE, RELEASE, RESTORE, FORK, READ, ECHO, WIRE, TIME = range(12)
 """Operations."""
 
 STAGES = 32

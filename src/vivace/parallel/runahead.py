@@ -15,7 +15,7 @@ is the first that is decoded; and layers with a sliding window send only what la
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -28,6 +28,7 @@ from vivace.core.step import Step
 from vivace.decode.forward import threads_of
 from vivace.decode.prefill import PrefillState
 from vivace.decode.prefix import CHUNK
+from vivace.errors import ConfigError
 from vivace.parallel import passes
 from vivace.parallel.exchange import (
     ChainExchange,
@@ -37,19 +38,24 @@ from vivace.parallel.exchange import (
     GatherExchange,
     place_of,
 )
-from vivace.parallel.measuring import layer_costs, link_speed
-from vivace.parallel.partition import Costs, balanced, even, predicted_s
+from vivace.parallel.measuring import costs_of_ranks, layer_times, link_speed
+from vivace.parallel.partition import Costs, balanced, even
 from vivace.parallel.partition_table import Table
+from vivace.parallel.prediction import ShareWork, decoding_times, prompt_times, share_work
+from vivace.parallel.relay import run_stage
 from vivace.parallel.whole_prompts import WholePrompts
 from vivace.parallel.world import World
 
 KIND = "runahead"
 
-CHAIN, GATHER, GATHER_DENSE = range(3)
-"""How a prompt is read together: along a chain, or with entries gathered by all ranks in every layer."""
-WAYS = {"runahead": CHAIN, "sequence": GATHER_DENSE, "sequence-causal": GATHER}
+CHAIN, GATHER, GATHER_DENSE, STAGES = range(4)
+"""How a prompt is read together: along a chain, with entries gathered by all ranks in every layer, or in stages."""
+WAYS = {"runahead": CHAIN, "sequence": GATHER_DENSE, "sequence-causal": GATHER, "pipeline-gathered": STAGES}
 """Ways by the name that users write. "sequence" is the baseline of the KV-Runahead paper: every row attends to the
-whole prompt and what it must not see is masked afterwards; the causal form leaves that work out."""
+whole prompt and what it must not see is masked afterwards; the causal form leaves that work out. In
+"pipeline-gathered" ranks read in stages of layers, and entries end at rank 0 (``relay.py``)."""
+CHOSEN = (*(way for way in WAYS if way != "sequence"), "one")
+"""What "auto" chooses from: ways of whole models, so that every prompt can be read in another one."""
 ALONE = "one"
 """Stands for reading by rank 0 alone, in chunks."""
 
@@ -69,7 +75,11 @@ class RunaheadPrefill:
         self.table = table
         """Boundaries that were searched on this machine; None computes them from ``costs``."""
         self.costs: Costs | None = None
-        """What was measured; None counts multiplications."""
+        """What was measured while all ranks computed; None counts multiplications."""
+        self.alone: Costs | None = None
+        """What was measured while the other ranks were idle."""
+        self.times_masked = False
+        """Whether attention with a mask afterwards is measured, too, for comparing."""
         self.fixed: Sequence[int] | None = None
         """Lengths of the pieces where somebody has set them."""
         self._lock = threading.Lock()
@@ -90,14 +100,29 @@ class RunaheadPrefill:
         return balanced(length, num_ranks, chunk, self.costs or Costs.of(model.config))
 
     def expected_s(self, model: Decoder, length: int, chunk: int) -> dict[str, float]:
-        """Return how many seconds each way takes for a prompt of more than one chunk, by the costs."""
+        """Return how many seconds each way takes for a prompt of more than one chunk, by the costs.
+
+        Among them are "pipeline" and "tensor", which hold other weights or keep entries elsewhere and can therefore
+        not be chosen for one prompt.
+        """
         num_ranks = min(self.world.size, -(-length // chunk))
-        costs = self.costs or Costs.of(model.config)
-        pieces = self.counts(model, length, chunk, KIND)
-        found = predicted_s(length, pieces, even(length, num_ranks, chunk), costs)
-        if any(model.config.windows):
-            del found["sequence-causal"]  # their entries are not gathered
-        return found
+        together = self.costs or Costs.of(model.config)
+        pieces, equal = self.counts(model, length, chunk, KIND), even(length, num_ranks, chunk)
+        works = self.works(model)
+        return prompt_times(length, pieces, equal, together, self.alone or together, self.world.size, works)
+
+    def works(self, model: Decoder) -> tuple[ShareWork, ...]:
+        """Return the ranks' parts of a layer with heads and columns divided; nothing where they cannot be."""
+        try:
+            return share_work(model.config, self.world.size)
+        except ConfigError:
+            return ()
+
+    def chosen(self, model: Decoder, expected: Mapping[str, float]) -> str:
+        """Return the fastest of the ways that can be chosen for one prompt."""
+        forgets = any(model.config.windows)  # entries out of sight are not kept, and neither gathered nor sent back
+        ways = [way for way in CHOSEN if way in expected and not (forgets and way not in ("one", KIND))]
+        return min(ways, key=lambda way: expected[way])
 
     def reason_for(self, model: Decoder, length: int) -> str | None:
         """Return what "auto" expects for a prompt of so many tokens, and takes; None where nothing is chosen."""
@@ -105,7 +130,17 @@ class RunaheadPrefill:
             return None
         found = self.expected_s(model, length - 1, CHUNK)
         told = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in found.items())
-        return f"read by {min(found, key=lambda way: found[way])}; expected {told}"
+        reason = f"read by {self.chosen(model, found)}; expected {told}"
+        works = self.works(model)
+        if self.costs is not None and self.alone is not None and works:
+            steps = decoding_times(self.costs, self.alone, works)
+            reason += "; decoded by one, expected a token " + ", ".join(
+                f"{w} {1e3 * s:.1f} ms" for w, s in steps.items()
+            )
+        best = min(found, key=lambda way: found[way])
+        if best not in CHOSEN:
+            reason += f"; {best} needs --parallel {best}"
+        return reason
 
     def way_for(self, model: Decoder, length: int, chunk: int) -> str:
         """Return how a prompt is read: what was asked for, or the fastest by the costs that were measured."""
@@ -113,15 +148,13 @@ class RunaheadPrefill:
             return ALONE
         if self.way != "auto":
             return self.way
-        found = self.expected_s(model, length, chunk)
-        best = min(found, key=lambda way: found[way])
-        return best
+        return self.chosen(model, self.expected_s(model, length, chunk))
 
     def measure(self, model: Decoder) -> None:
-        """Measure the link and a layer, so that pieces are balanced for this machine."""
+        """Measure the link and a layer on all ranks, so that pieces are balanced for these machines."""
         link = link_speed(self.world)
         self.world.link = link
-        self.costs = layer_costs(model, link)
+        self.costs, self.alone = costs_of_ranks(self.world, model, link, masked=self.times_masked)
 
     def read(self, model: Decoder, cache: KVCache, slot: int, tokens: Sequence[int], chunk: int, way: str) -> None:
         """Fill a slot with the entries of tokens, with the help of the other ranks."""
@@ -132,6 +165,9 @@ class RunaheadPrefill:
                 world.tell(
                     passes.packed(passes.READ, [cache.prompts[slot], WAYS[way], chunk, len(counts), *counts, *tokens])
                 )
+                if WAYS[way] == STAGES:
+                    run_stage(world, model, cache, slot, tokens, chunk)
+                    return
                 place = place_of(0, counts)
                 assert place is not None
                 run_piece(world, model, cache, slot, tokens, place, PieceReading(chunk, WAYS[way], counts))
@@ -165,24 +201,30 @@ class RunaheadFollower:
         self._world = world
         self._decoder = decoder
 
-    operations = frozenset((passes.READ, passes.ECHO))
+    operations = frozenset((passes.READ, passes.ECHO, passes.TIME))
 
     def take(self, operation: int, numbers: list[int], rest: memoryview) -> None:
         """Do what rank 0 asks for."""
         if operation == passes.ECHO:
             self._world.links.send(0, 0, torch.zeros(numbers[0], dtype=torch.uint8), purpose="measuring")
             return
+        if operation == passes.TIME:
+            self._world.links.send(0, 0, layer_times(self._decoder, masked=bool(numbers[0])), purpose="measuring")
+            return
         length, way, chunk, num_pieces, *more = numbers
         counts, tokens = more[:num_pieces], more[num_pieces:]
         place = place_of(self._world.rank, counts)
-        if place is None:
+        if place is None and way != STAGES:
             return
-        stop = place.stop if way == CHAIN else sum(counts)
+        stop = sum(counts) if place is None or way != CHAIN else place.stop
         cache = self._decoder.new_cache(1, stop)
         cache.set_aside(0, stop)
         cache.extend([0], [stop])
         cache.prompts[0] = length
-        run_piece(self._world, self._decoder, cache, 0, tokens, place, PieceReading(chunk, way, counts))
+        if way == STAGES or place is None:
+            run_stage(self._world, self._decoder, cache, 0, tokens, chunk)
+        else:
+            run_piece(self._world, self._decoder, cache, 0, tokens, place, PieceReading(chunk, way, counts))
         self._world.links.flush()
 
 
