@@ -42,7 +42,8 @@ def measured(folder: Path) -> str:
         caption = f"{captions.heading(cell['provenance'], kernels)}, `{cell['setting']['model']}`"
         parts.setdefault(caption, []).append(cell)
     made = [
-        f"{caption}. {note(cells)}\n\n{first_tokens(cells)}\n\n{decoding(cells)}" for caption, cells in parts.items()
+        f"{caption}. {note(cells)}\n\n{first_tokens(cells)}\n\n{choices(cells)}{decoding(cells)}"
+        for caption, cells in parts.items()
     ]
     return "\n\n".join(made) or "No run is committed yet."
 
@@ -86,6 +87,40 @@ def first_tokens(cells: Sequence[dict[str, Any]]) -> str:
         shown = ["-" if value is None else f"**{value:.2f}**" if value == best else f"{value:.2f}" for value in found]
         body.append((link, f"{length:,}", *shown))
     return table(("link", "tokens", *(f"{way}, s" for way in ways)), body)
+
+
+WITHIN = 0.1
+"""By how much "auto" may be slower than the fastest way that was measured beside it."""
+
+
+def choices(cells: Sequence[dict[str, Any]]) -> str:
+    """Return what "auto" took beside the fastest way of each link and length, and how often it came near enough."""
+    body, num_near = [], 0
+    for cell in cells:
+        rows = [row for row in cell["rows"] if row["what"] == "first token"]
+        for auto in (row for row in rows if row["way"] == "auto"):
+            others = [row for row in rows if row["num_tokens"] == auto["num_tokens"] and row["way"] != "auto"]
+            best = min(others, key=lambda row: row["median_s"])
+            ratio = auto["median_s"] / best["median_s"]
+            num_near += ratio <= 1 + WITHIN
+            times = (f"{row['median_s']:.2f}" for row in (auto, best))
+            took = auto.get("chosen") or "-"
+            body.append(
+                (
+                    name_of(cell["link"]),
+                    f"{auto['num_tokens']:,}",
+                    took,
+                    next(times),
+                    best["way"],
+                    next(times),
+                    f"{ratio:.2f}",
+                )
+            )
+    if not body:
+        return ""
+    heads = ("link", "tokens", "auto took", "auto, s", "fastest", "fastest, s", "ratio")
+    told = f"`auto` beside the fastest way: within {WITHIN:.0%} of it in {num_near} of {len(body)} cells."
+    return f"{told}\n\n{table(heads, body)}\n\n"
 
 
 def decoding(cells: Sequence[dict[str, Any]]) -> str:

@@ -2,7 +2,9 @@
 
     python -m benchmarks.rank_simulator --measured benchmarks/results/parallel/two-ranks.json --out FILE
 
-Coefficients of this machine are those that a bench measured at its start; times of the bench itself are only compared.
+Coefficients of a rank are those that other runs on the same machine measured at their start, while all ranks computed
+(for "one", while the others were idle); where there is no other run they are those of the run itself. The link is the
+run's own. Times of benches are only compared.
 Files have ``is_simulated``, and what makes tables refuses to put them beside measured ones.
 """
 
@@ -11,14 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from benchmarks.parallel_tables import cells_of
 from vivace.parallel.partition import Costs, balanced, even
+from vivace.parallel.prediction import ShareWork, sent_of_sum
+from vivace.parallel.runahead import CHOSEN
 
 GRID = 256
 JITTER = 0.2
@@ -36,6 +41,22 @@ class Machine:
     """Sending what a rank adds to the sum of one row."""
     is_dense: bool = False
     """Whether attention computes every pair of a rectangle, as without causal kernels, in the chain, too."""
+    alone: Costs | None = None
+    """Costs of a rank beside which the others are idle; None takes them for those of all."""
+    num_ranks: int = 2
+    """Number of ranks among which ``costs.sum_s`` was measured."""
+    works: Mapping[int, Sequence[ShareWork]] = field(default_factory=dict)
+    """Parts of the ranks where heads and columns are divided, by the number of ranks; without they are equal."""
+
+    def attention_s(self, count: int, before: int) -> float:
+        """Return the seconds of ``count`` tokens' attention behind ``before`` others."""
+        if self.is_dense:
+            return self.costs.attend_s * count * (before + count)
+        return self.costs.attention_s(count, before)
+
+    def parts(self, num_ranks: int) -> Sequence[ShareWork]:
+        """Return the parts of so many ranks."""
+        return self.works.get(num_ranks) or [ShareWork(1 / num_ranks, 1 / num_ranks, 0.0, 1 / num_ranks)] * num_ranks
 
 
 def runahead_s(counts: Sequence[int], machine: Machine, late: Callable[[], float]) -> float:
@@ -44,13 +65,13 @@ def runahead_s(counts: Sequence[int], machine: Machine, late: Callable[[], float
     passed = [0.0] * costs.num_layers
     for place, count in enumerate(counts):
         begun = arrived = 0.0
-        seen = offsets[place] + (count if machine.is_dense else count / 2)
+        attending = machine.attention_s(count, offsets[place])
         for layer in range(costs.num_layers):
             if place:
                 sending = (costs.latency_s + offsets[place] * costs.entry_s) * late()
                 arrived = max(passed[layer], arrived) + sending
             passed[layer] = max(begun + costs.project_s * count, arrived)
-            begun = passed[layer] + costs.attend_s * count * seen + costs.feed_s * count
+            begun = passed[layer] + attending + costs.feed_s * count
     return passed[-1]
 
 
@@ -58,45 +79,56 @@ def sequence_s(counts: Sequence[int], machine: Machine, late: Callable[[], float
     """Return the time with entries gathered in every layer; all wait for the slowest transfer."""
     costs, total, offsets = machine.costs, sum(counts), [0, *accumulate(counts)]
     begun, meeting = [0.0] * len(counts), 0.0
+    attending = [
+        costs.masked_s(count, total) if is_dense else costs.attention_s(count, offsets[place])
+        for place, count in enumerate(counts)
+    ]
     for _ in range(costs.num_layers):
         ready = max(at + costs.project_s * count for at, count in zip(begun, counts, strict=True))
         sending = costs.latency_s + (total - min(counts)) * costs.entry_s
         meeting = ready + max(sending * late() for _ in counts)
         for place, count in enumerate(counts):
-            seen = total if is_dense else offsets[place] + count / 2
-            begun[place] = meeting + costs.attend_s * count * seen + costs.feed_s * count
+            begun[place] = meeting + attending[place] + costs.feed_s * count
     return meeting
 
 
 def tensor_s(length: int, num_ranks: int, machine: Machine, late: Callable[[], float]) -> float:
-    """Return the time with every layer divided evenly and two sums in each of them."""
-    costs, total = machine.costs, 0.0
-    work = (costs.project_s + costs.feed_s) * length + costs.attend_s * length * length / 2
-    parts = 1.0 if num_ranks == 2 else 2 * (num_ranks - 1) / num_ranks
+    """Return the time with heads and columns divided and two sums in each layer, at which the later rank is awaited."""
+    costs, works, total = machine.costs, machine.parts(num_ranks), 0.0
+    project, feed, attention = costs.project_s * length, costs.feed_s * length, costs.attention_s(length, 0)
+    attending = max(work.project * project + work.attend * attention + work.output * feed for work in works)
+    feeding = max(work.ffn * feed for work in works)
+    sending = -(-length // GRID) * costs.latency_s + sent_of_sum(num_ranks) * machine.row_s * length
+    if costs.sum_s:  # as it was measured, for as many rows as these ranks send
+        sending = costs.sum_s * length * sent_of_sum(num_ranks) / sent_of_sum(machine.num_ranks)
     for _ in range(costs.num_layers):
-        total += work / num_ranks
-        total += sum((costs.latency_s + parts * machine.row_s * length) * late() for _ in range(2))
+        total += attending + feeding + sum(sending * late() for _ in range(2))
     return total
 
 
-def pipeline_s(length: int, num_ranks: int, machine: Machine, late: Callable[[], float], chunk: int = GRID) -> float:
-    """Return the time with layers divided among ranks and the prompt in chunks."""
-    costs = machine.costs
-    ended = [0.0] * num_ranks
-    for first in range(0, length, chunk):
-        count, arrived = min(chunk, length - first), 0.0
-        work = (costs.project_s + costs.feed_s) * count + costs.attend_s * count * (first + count / 2)
+def pipeline_s(
+    length: int, num_ranks: int, machine: Machine, late: Callable[[], float], *, gathers: bool = False
+) -> float:
+    """Return the time with layers divided among ranks and the prompt in chunks; entries may be gathered at the end."""
+    costs, layers = machine.costs, machine.costs.num_layers / num_ranks
+    ended, sent = [0.0] * num_ranks, [0.0] * num_ranks
+    for first in range(0, length, GRID):
+        count, arrived = min(GRID, length - first), 0.0
+        work = layers * ((costs.project_s + costs.feed_s) * count + machine.attention_s(count, first))
         for stage in range(num_ranks):
-            ended[stage] = max(ended[stage], arrived) + work * costs.num_layers / num_ranks
-            arrived = ended[stage] + (costs.latency_s + machine.row_s * count) * late()
-    return ended[-1]
+            ended[stage] = max(ended[stage], arrived) + work
+            if stage < num_ranks - 1:
+                sent[stage] = max(sent[stage], ended[stage]) + machine.row_s * count * late()
+                arrived = sent[stage] + costs.latency_s
+                sent[stage] += costs.entry_s * layers * count * late() if gathers else 0.0
+    return max(ended[-1], *sent)
 
 
 def alone_s(length: int, machine: Machine) -> float:
-    """Return the time of one rank."""
-    costs = machine.costs
-    seen = length if machine.is_dense else length / 2
-    return costs.num_layers * ((costs.project_s + costs.feed_s) * length + costs.attend_s * length * seen)
+    """Return the time of one rank beside which the others are idle."""
+    costs = machine.alone or machine.costs
+    attention = costs.attend_s * length * length if machine.is_dense else costs.attention_s(length, 0)
+    return costs.num_layers * ((costs.project_s + costs.feed_s) * length + attention)
 
 
 def simulate(length: int, num_ranks: int, machine: Machine, *, jitter: float = 0.0, seed: int = 0) -> dict[str, float]:
@@ -108,15 +140,17 @@ def simulate(length: int, num_ranks: int, machine: Machine, *, jitter: float = 0
         numbers = random.Random(seed)
         return lambda: 1 + jitter * numbers.random()
 
-    return {
+    found = {
         "one": alone_s(length, machine),
         "tensor": tensor_s(length, num_ranks, machine, late()),
         "sequence": sequence_s(equal, machine, late(), is_dense=True),
         "sequence-causal": sequence_s(equal, machine, late(), is_dense=False),
         "pipeline": pipeline_s(length, num_ranks, machine, late()),
+        "pipeline-gathered": pipeline_s(length, num_ranks, machine, late(), gathers=True),
         "runahead-even": runahead_s(equal, machine, late()),
         "runahead": min(runahead_s(counts, machine, late()) for counts in _shifted(pieces, length, num_ranks, machine)),
     }
+    return {**found, "auto": min(found[way] for way in CHOSEN)}
 
 
 def _shifted(pieces: Sequence[int], length: int, num_ranks: int, machine: Machine) -> list[list[int]]:
@@ -208,11 +242,12 @@ def compared(measured: dict[str, Any]) -> list[dict[str, Any]]:
     """Return simulated and measured first tokens of all cells of a bench."""
     rows = []
     for cell in measured["cells"]:
-        machine = machine_of(cell)
+        machine = machine_of(cell, measured["cells"])
         for row in cell["rows"]:
             if row["what"] != "first token":
                 continue
             found = simulate(row["num_tokens"] - 1, cell["link"]["ranks"], machine)
+            simulated: float | None
             if row["way"] in ("runahead", "runahead-model"):
                 simulated = runahead_s(row["counts"], machine, lambda: 1.0)
             else:
@@ -230,17 +265,48 @@ def compared(measured: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def machine_of(cell: dict[str, Any]) -> Machine:
-    """Return the machine of a measured cell, from the coefficients that were measured at its start."""
-    costs = Costs(**cell["setting"]["costs"])
-    return Machine("measured", costs, cell["setting"]["row_bytes"] / cell["setting"]["link"]["bytes_per_s"])
+def machine_of(cell: dict[str, Any], cells: Sequence[dict[str, Any]] = ()) -> Machine:
+    """Return the machine of a measured cell: its own link, and ranks as other cells of that machine have them."""
+    setting = cell["setting"]
+    others = [one["setting"] for one in cells if one is not cell and place_of(one) == place_of(cell)]
+    seconds_per_byte = 1 / setting["link"]["bytes_per_s"]
+    link = {name: setting["costs"].get(name, 0.0) for name in ("latency_s", "entry_s", "sum_s", "sum_step_s")}
+    link["row_bytes_s"] = setting["row_bytes"] * seconds_per_byte
+
+    def costs(kind: str) -> Costs:
+        found = [one[kind] for one in others if one.get(kind)] or [setting.get(kind) or setting["costs"]]
+        return Costs(**{**{name: median_of([one.get(name, 0.0) for one in found]) for name in found[0]}, **link})
+
+    works = {int(ranks): [ShareWork(**work) for work in found] for ranks, found in (setting.get("works") or {}).items()}
+    return Machine(
+        "measured",
+        costs("costs"),
+        link["row_bytes_s"],
+        alone=costs("alone"),
+        num_ranks=cell["link"]["ranks"],
+        works=works,
+    )
+
+
+def place_of(cell: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what coefficients of a rank are valid for."""
+    setting, link = cell["setting"], cell["link"]
+    kind = (setting["model"], setting["kernels"], setting["dtype"], "alone" in setting)
+    return (cell["provenance"]["cpu"], *kind, link["ranks"], link["cpu_share"])
+
+
+def median_of(values: Sequence[Any]) -> Any:
+    """Return the median of numbers, or of each number of equally long lists of points."""
+    if isinstance(values[0], list | tuple):
+        return tuple(median_of(each) for each in zip(*values, strict=True))
+    return statistics.median(values)
 
 
 def more_ranks(measured: dict[str, Any]) -> list[dict[str, Any]]:
     """Return times of 4 and 8 ranks of each measured machine."""
     rows = []
     for cell in measured["cells"]:
-        machine = machine_of(cell)
+        machine = machine_of(cell, measured["cells"])
         for ranks in (2, 4, 8):
             found = simulate(8184, ranks, machine)
             rows.append({"mbit": cell["link"]["mbit"], "ranks": ranks, "length": 8184, "seconds": found})

@@ -8,17 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import rank_simulator
 from benchmarks.links import CGROUP, Pace, can_make_namespaces, measured_rate, network
 from benchmarks.parallel import measure
-from benchmarks.parallel_tables import MixedError, cells_of
+from benchmarks.parallel_tables import MixedError, cells_of, choices
 from tests.tiny_checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.multiprocess
-WAYS = "one,tensor,tensor:int8,sequence,sequence-causal,pipeline,runahead-even,runahead"
+WAYS = "one,auto,tensor,tensor:int8,sequence,sequence-causal,pipeline,pipeline-gathered,runahead-even,runahead"
 NEEDS_ROOT = pytest.mark.skipif(not can_make_namespaces(), reason="needs root, ip, tc and taskset")
 
 
@@ -41,6 +42,12 @@ def test_ways_are_measured_over_shaped_links_and_bytes_are_those_of_the_interfac
     tensor, runahead = rows["tensor", "first token"], rows["runahead-even", "first token"]
     for row in rows.values():
         assert row["interface_out"] == pytest.approx(row["sent_bytes"], rel=0.02, abs=2000)
+    assert rows["auto", "first token"]["chosen"] in ("one", "runahead", "sequence-causal", "pipeline-gathered")
+    predicted = [row["predicted_s"] for (way, what), row in rows.items() if what == "first token" and ":" not in way]
+    assert all(seconds > 0 for seconds in predicted), "every way is predicted"
+    gathered = rows["pipeline-gathered", "first token"]
+    stage = 1 * 599 * 2 * 16 * 4  # layers of rank 1, entries, keys and values, width of a head
+    assert gathered["interface_in"] == pytest.approx(stage + 599 * 32 * 4, rel=0.05), "entries and rows"
     width, num_layers = 32, 2
     assert tensor["sent_bytes"] > 2 * num_layers * 600 * width * 4
     entries = num_layers * 256 * 2 * 16 * 4  # of the first piece: layers, entries, keys and values, width of a head
@@ -106,6 +113,63 @@ def test_simulated_ranks_keep_the_laws_of_the_note() -> None:
     none = rank_simulator.simulate(12288, 4, shape.machine(rank_simulator.A100_FLOPS, 10e9, 1.0))
     assert late == same
     assert late["sequence"] / none["sequence"] > late["runahead"] / none["runahead"] > 1
+
+
+def test_auto_is_counted_beside_the_fastest_way() -> None:
+    def row(way: str, seconds: float, length: int) -> dict[str, Any]:
+        return {"way": way, "what": "first token", "num_tokens": length, "median_s": seconds, "chosen": "one"}
+
+    rows = [row("auto", 1.05, 512), row("pipeline", 1.0, 512), row("one", 2.0, 512)]
+    rows += [row("auto", 1.2, 2048), row("tensor", 1.0, 2048)]
+    told = choices([{"link": {"mbit": 100}, "rows": rows}])
+    assert "within 10% of it in 1 of 2 cells" in told
+    assert "| 100 Mbit/s | 512 | one | 1.05 | pipeline | 1.00 | 1.05 |" in told
+    assert choices([{"link": {"mbit": 100}, "rows": rows[1:3]}]) == ""
+
+
+def cell(**changed: Any) -> dict[str, Any]:
+    """A cell as a bench writes it: ranks that take twice as long beside others, and attention that gets slower."""
+    costs = {"project_s": 2e-6, "feed_s": 2e-5, "attend_s": 1e-8, "num_layers": 4, "latency_s": 1e-5, "entry_s": 1e-6}
+    costs |= {"attention": [[128, 1e-6], [896, 9e-6], [3968, 60e-6]], "masked": [[256, 8e-6], [4096, 99e-6]]}
+    alone = costs | {"project_s": 1e-6, "feed_s": 1e-5}
+    works = [{"project": 0.6, "attend": 2 / 3, "output": 0.1, "ffn": 0.4}] * 2
+    setting = {"costs": costs, "alone": alone, "works": {"2": works}, "link": {"bytes_per_s": 1e7}, "row_bytes": 64}
+    setting |= {"model": "m", "kernels": "avx2", "dtype": "bfloat16", **changed}
+    link = {"ranks": 2, "cpu_share": 1.0, "mbit": 100}
+    return {"setting": setting, "link": link, "provenance": {"cpu": "one"}, "rows": []}
+
+
+def test_the_simulator_takes_one_from_an_idle_world_and_everything_else_from_a_busy_one() -> None:
+    machine = rank_simulator.machine_of(cell())
+    found = rank_simulator.simulate(4096, 2, machine)
+    attention = machine.costs.attention_s(4096, 0)
+    assert found["one"] == pytest.approx(4 * (1.1e-5 * 4096 + attention))
+    busy = 4 * (2.2e-5 * 4096 + attention)
+    assert found["pipeline"] > busy / 2
+    assert found["pipeline-gathered"] >= found["pipeline"]
+    assert found["auto"] == min(found[way] for way in ("one", "runahead", "sequence-causal", "pipeline-gathered"))
+
+
+def test_the_simulator_has_lengths_masks_and_shares_of_their_own() -> None:
+    whole = cell()
+    flat = cell(costs=whole["setting"]["costs"] | {"attention": [], "masked": []})
+    even = cell(works={})
+    given, at_once, equal = (
+        rank_simulator.simulate(4096, 2, rank_simulator.machine_of(one)) for one in (whole, flat, even)
+    )
+    assert given["runahead"] > at_once["runahead"], "long prefixes slow attention down"
+    assert given["sequence"] > at_once["sequence"], "masked attention has kernels of its own"
+    attention = rank_simulator.machine_of(whole).costs.attention_s(4096, 0)
+    assert given["tensor"] - equal["tensor"] == pytest.approx(4 * (attention / 6 + (0.6 - 0.5) * 2e-6 * 4096))
+
+
+def test_coefficients_of_ranks_come_from_other_runs_of_the_same_machine() -> None:
+    own, slow, slower = cell(), cell(), cell(kernels="torch")
+    slow["setting"]["costs"] = slow["setting"]["costs"] | {"feed_s": 3e-5, "latency_s": 1.0}
+    slower["setting"]["costs"] = slower["setting"]["costs"] | {"feed_s": 9.0}
+    machine = rank_simulator.machine_of(own, [own, slow, slower])
+    assert (machine.costs.feed_s, machine.costs.latency_s) == (3e-5, 1e-5)
+    assert rank_simulator.machine_of(own, [own, slower]).costs.feed_s == 2e-5
 
 
 def test_simulated_and_measured_results_do_not_mix(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ def test_ranks_meet_twice_a_layer_so_uneven_heads_cost_more_than_their_sum() -> 
     assert tensor_s(4096, COSTS, uneven) > work / 2 + attention / 6
     slow = replace(COSTS, row_bytes_s=1e-4)
     assert tensor_s(4096, slow, HALVES) == pytest.approx(work / 2 + 6 * 2 * 4096 * 1e-4)
+    summed = replace(slow, sum_s=3e-4)
+    assert tensor_s(4096, summed, HALVES) == pytest.approx(work / 2 + 6 * 2 * 4096 * 3e-4), "as it was measured"
 
 
 def test_parts_of_a_layer_add_up() -> None:

@@ -98,6 +98,13 @@ def test_gathered_entries_are_those_of_one_process(way: str, count: int, tmp_pat
     assert [each.status for each in followed] == [0] * (count - 1)
 
 
+def test_stages_of_native_kernels_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    make("llama").save_pretrained(tmp_path)
+    alone = read(tmp_path, "auto", "bfloat16", {})
+    led, _ = run_ranks(2, read, tmp_path, "auto", "bfloat16", {**TOGETHER, "parallel": "pipeline-gathered"})
+    assert_same(led, alone)
+
+
 def test_gathering_is_refused_where_layers_forget(tmp_path: Path) -> None:
     make("gemma3_text").save_pretrained(tmp_path)
 
@@ -163,11 +170,11 @@ def test_auto_reads_in_the_way_that_it_expects_to_be_the_fastest(way: str, tmp_p
 def test_costs_are_of_the_slowest_rank_while_all_compute(tmp_path: Path) -> None:
     """Rank 1 takes long for what it computes: that shows in what ranks cost together, not in what one costs alone."""
     make("llama").save_pretrained(tmp_path)
-    measured = runahead.layer_times
+    measured = runahead.rank_times
 
     def work() -> Any:
         if os.environ["RANK"] == "1":
-            runahead.layer_times = lambda *given, **named: measured(*given, **named) + 7.0
+            runahead.rank_times = lambda *given, **named: measured(*given, **named) + 7.0
         engine = vivace.load(tmp_path, **TOGETHER)
         return engine.prefills._full.costs, engine.prefills._full.alone
 
@@ -176,6 +183,8 @@ def test_costs_are_of_the_slowest_rank_while_all_compute(tmp_path: Path) -> None
     assert together.step_s > 7
     assert len(together.attention) == len(alone.attention) >= 2
     assert all(seconds > 7 for _, seconds in together.attention)
+    assert together.sum_s > 7
+    assert (alone.sum_s, alone.sum_step_s) == (0, 0)
     assert 0 < alone.project_s < 7
     assert 0 < alone.step_s < 7
 

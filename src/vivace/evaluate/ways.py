@@ -52,6 +52,8 @@ class WayTime:
     """What its interface sent meanwhile, packet headers left out as far as packets were counted; None where it is not
     known."""
     interface_in: int | None
+    chosen: str | None = None
+    """The way that "auto" took."""
 
 
 class WayAnswering(Protocol):
@@ -134,6 +136,7 @@ class Ways:
                     predicted.get(name),
                     pieces,
                     *bytes_of[name],
+                    chosen=self._chosen(len(prompt) - 1) if name == "auto" else None,
                 )
                 found.append(one)
         return found
@@ -206,6 +209,11 @@ class Ways:
         engine.generate([list(prompt)], method="plain", max_new_tokens=1, ignore_eos=True, do_sample=False)
         return time.perf_counter() - started
 
+    def _chosen(self, length: int) -> str:
+        """Return what "auto" takes for a prompt, its last token left out."""
+        reading, model = self._loading.reading, self._whole.model
+        return "one" if length <= GRID else reading.chosen(model, reading.expected_s(model, length, GRID))
+
     def _predicted(self, length: int, counts: Mapping[str, Sequence[int] | None]) -> dict[str, float]:
         reading, model = self._loading.reading, self._whole.model
         assert reading.costs is not None, "costs are measured while the model is loaded"
@@ -213,7 +221,7 @@ class Ways:
             return {}
         reading.fixed = None
         found = reading.expected_s(model, length, GRID)
-        found["auto"] = found[reading.chosen(model, found)]
+        found["auto"] = found[self._chosen(length)]
         equal = even(length, min(self._loading.world.size, -(-length // GRID)), GRID)
         found["sequence"] = gathered_s(equal, reading.costs, is_dense=True)
         for name, pieces in counts.items():

@@ -15,6 +15,7 @@ from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.decode.forward import threads_of
 from vivace.parallel import passes
+from vivace.parallel.collective import LinkedSum
 from vivace.parallel.exchange import DenseRows
 from vivace.parallel.links import HEADER, MESSAGE
 from vivace.parallel.partition import Costs
@@ -84,14 +85,29 @@ def costs_of_ranks(world: World, decoder: Decoder, link: LinkSpeed, *, masked: b
         link: to rank 1.
         masked: whether attention with a mask afterwards is timed, too.
     """
-    alone = layer_times(decoder, masked=masked)
+    alone = torch.cat([torch.zeros(2, dtype=torch.float64), layer_times(decoder, masked=masked)])
     world.tell(passes.packed(passes.TIME, [int(masked)]))
-    found = [layer_times(decoder, masked=masked)]
+    found = [rank_times(world, decoder, masked=masked)]
     for rank in world.others:
         found.append(torch.empty_like(alone))
         world.links.receive(rank, 0, found[-1])
     slowest = torch.stack(found).amax(0)
     return costs_from(slowest, decoder, link, masked=masked), costs_from(alone, decoder, link, masked=masked)
+
+
+def rank_times(world: World, decoder: Decoder, *, masked: bool) -> Tensor:
+    """Return the seconds of a sum over all ranks, for a row of a chunk and a row alone, and those of ``layer_times``.
+
+    All ranks call this at once.
+    """
+    layer = layer_times(decoder, masked=masked)
+    collective, rows, found = LinkedSum(world), places_of(decoder)[0], []
+    for count in (rows, 1):
+        h = torch.zeros(count, decoder.config.width, dtype=decoder.dtype)
+        collective.all_reduce(h, point=(0, "o"))  # nobody is awaited behind it
+        found.append(_median_s(lambda: collective.all_reduce(h, point=(0, "o"))) / count)  # noqa: B023 - called at once
+    world.links.flush()
+    return torch.cat([torch.tensor(found, dtype=torch.float64), layer])
 
 
 def places_of(decoder: Decoder) -> tuple[int, list[int]]:
@@ -139,9 +155,9 @@ def layer_times(decoder: Decoder, *, masked: bool) -> Tensor:
 
 
 def costs_from(times: Tensor, decoder: Decoder, link: LinkSpeed, *, masked: bool) -> Costs:
-    """Return costs from the times of a layer and the speed of a link."""
+    """Return costs from ``rank_times`` and the speed of a link."""
     config, (rows, places) = decoder.config, places_of(decoder)
-    project_s, feed_s, step_s, *more = times.tolist()
+    sum_s, sum_step_s, project_s, feed_s, step_s, *more = times.tolist()
     seen = [before + rows / 2 for before in places]
     entry_bytes = _entry_bytes(decoder)
     return Costs(
@@ -155,6 +171,8 @@ def costs_from(times: Tensor, decoder: Decoder, link: LinkSpeed, *, masked: bool
         attention=tuple(zip(seen, more, strict=False)),
         masked=tuple(zip((before + rows for before in places), more[len(seen) :], strict=True)) if masked else (),
         step_s=step_s,
+        sum_s=sum_s,
+        sum_step_s=sum_step_s,
     )
 
 

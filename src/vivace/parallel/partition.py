@@ -50,6 +50,10 @@ class Costs:
     """The same where all entries are attended to and some are masked afterwards."""
     step_s: float = 0.0
     """One layer of a step that decodes one token."""
+    sum_s: float = 0.0
+    """The sum of one row of a chunk over all ranks, sending and adding; 0 takes it from ``row_bytes_s``."""
+    sum_step_s: float = 0.0
+    """The sum of a row that is alone."""
 
     def attention_s(self, count: int, before: int) -> float:
         """Return the seconds of ``count`` tokens' attention, the first of which sees ``before`` others."""

@@ -57,8 +57,8 @@ def tensor_s(length: int, costs: Costs, works: Sequence[ShareWork]) -> float:
     attending = max(work.project * project + work.attend * attention + work.output * feed for work in works)
     feeding = max(work.ffn * feed for work in works)
     num_passes = -(-length // PORTION)
-    sums = 2 * (num_passes * costs.latency_s + sent_of_sum(len(works)) * costs.row_bytes_s * length)
-    return costs.num_layers * (attending + feeding + sums)
+    one_sum = num_passes * costs.latency_s + sent_of_sum(len(works)) * costs.row_bytes_s * length
+    return costs.num_layers * (attending + feeding + 2 * (costs.sum_s * length or one_sum))
 
 
 def sent_of_sum(num_ranks: int) -> float:
@@ -127,7 +127,7 @@ def decoding_times(together: Costs, alone: Costs, works: Sequence[ShareWork]) ->
     own = together.project_s / (together.project_s + together.feed_s)
     attending = max(own * work.project + (1 - own) * work.output for work in works)
     feeding = max((1 - own) * work.ffn for work in works)
-    message = together.latency_s + (num_ranks - 1) * together.row_bytes_s
+    message = together.sum_step_s or together.latency_s + (num_ranks - 1) * together.row_bytes_s
     return {
         "one": layers * alone.step_s,
         "tensor": layers * (together.step_s * (attending + feeding) + 2 * message),
