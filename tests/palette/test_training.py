@@ -13,7 +13,7 @@ from torch import Tensor
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.cli.app import run
-from vivace.errors import ConfigError
+from vivace.errors import ConfigError, MismatchError
 from vivace.kernels.coded import PaletteCodes
 from vivace.palette.rounding import round_matrix
 from vivace.palette.training import ClusteredLinear
@@ -102,6 +102,24 @@ def test_a_killed_run_gives_the_same_bits(base: Path, tmp_path: Path, monkeypatc
     assert "training came no nearer" not in lines[-1]
     whole, parts = (tmp_path / name / "model.safetensors" for name in ("whole", "parts"))
     assert whole.read_bytes() == parts.read_bytes()
+
+
+def test_it_begins_at_a_folder(base: Path, tmp_path: Path) -> None:
+    """A folder's codes are those that training begins with, and those that are written where nothing is learnt."""
+    save_prompts(tmp_path / "rows.jsonl", rows())
+    words = ["compress", tmp_path / "first", "--model", base, "--bits", "2", "--data", tmp_path / "rows.jsonl"]
+    assert run([*map(str, words), "--tokens", "512", "--quiet"]) == 0
+    still = replace(RECIPE, init=str(tmp_path / "first"), optimiser=OptimiserConfig(adamw_rate=1e-9))
+    lines = trained(base, tmp_path / "out", replace(still, loop=LoopConfig(steps=1, warmup_steps=0), share=0.01))
+    assert not any("rounding by gptq" in line for line in lines)
+    first, out = (vivace.load(tmp_path / name, dtype="float32", kernels="torch") for name in ("first", "out"))
+    away, own = (dict(engine.model.named_parameters()) for engine in (first, out))
+    same = [float((own[name] == value).float().mean()) for name, value in away.items() if value.dim() == 2]
+    assert min(same) > 0.5
+    with pytest.raises(MismatchError, match=r"no palette of .*3 bits, integers with scales"):
+        trained(base, tmp_path / "other", replace(still, bits=3))
+    with pytest.raises(MismatchError, match="no palette of"):
+        trained(base, tmp_path / "other", replace(still, init=str(base)))
 
 
 @pytest.mark.parametrize("has_scales", [True, False])

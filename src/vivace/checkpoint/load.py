@@ -32,7 +32,7 @@ from vivace.core.cross import Sources
 from vivace.core.model import Decoder
 from vivace.core.parts import DenseParts, Parts
 from vivace.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError
-from vivace.kernels.coded import Coded, RowCodes, stacked
+from vivace.kernels.coded import Coded, PaletteCodes, RowCodes, stacked
 from vivace.kernels.grid_codes import grid_rows
 from vivace.kernels.low_bit import Weights
 
@@ -365,6 +365,29 @@ def _coded(target: Target, stored: Tensors, backend: Backend, *, is_table: bool)
     known = [part for part in parts if part is not None]
     found = stacked(known) if known and len(known) == len(parts) else None
     return found if not is_table or isinstance(found, RowCodes) else None
+
+
+def palettes_of(folder: Path, table: Mapping[str, Target]) -> dict[str, PaletteCodes]:
+    """Return the matrices of a folder that are palettes, by the names of our parameters.
+
+    Args:
+        folder: the folder.
+        table: which stored tensors our parameters are made of.
+
+    Raises:
+        CheckpointError: the folder is missing or broken.
+    """
+    stored = open_tensors(folder)
+    if not isinstance(stored, PaletteTensors):
+        return {}
+    found: dict[str, PaletteCodes] = {}
+    for name, target in table.items():
+        if all(piece.name in stored.names for piece in target.pieces):
+            parts = [part for piece in target.pieces if (part := stored.coded(piece.name)) is not None]
+            whole = stacked(parts) if len(parts) == len(target.pieces) else None
+            if isinstance(whole, PaletteCodes):
+                found[name] = whole
+    return found
 
 
 def fused(target: Target, tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -24,13 +24,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from vivace.palette.dkm import LEAST
 
-AT_ONCE = 1 << 19
-"""Elements of a map that are made at a time."""
+AT_ONCE = 1 << 16
+"""Elements of a map that are made at a time, a few of which fit into the cache of a core."""
 
 Place = tuple[slice, slice]
 """Some tiles, and some of their weights."""
@@ -59,18 +60,20 @@ class _Clustered(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, centroids: Tensor, tau: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
         """Return clustered weights (G, n) and the last centroids (G, K)."""
         values, counts, index = _values(weights)
-        each = [centroids]
+        each, totals = [centroids], []
         for _ in range(rounds):
-            totals, sums = torch.zeros_like(centroids), torch.zeros_like(centroids)
+            total, sums = torch.zeros_like(centroids), torch.zeros_like(centroids)
             for (tiles, some), w, c, t in _parts(values, each[-1], tau):
-                shares = _weighted(_map(w, c, t)[1], counts, some)
-                totals[tiles] += shares.sum(1)
-                sums[tiles] += (shares * w[:, :, None]).sum(1)
-            each.append(sums / totals)
+                shares = _map(_distances(w, c), t)[1]
+                m = torch.ones_like(w) if counts is None else counts[some].expand_as(w)
+                total[tiles] += _over_weights(shares, m)
+                sums[tiles] += _over_weights(shares, m * w)
+            totals.append(total)
+            each.append(sums / total)
         out = torch.empty_like(values)
         for place, w, c, t in _parts(values, each[-1], tau):
-            out[place] = (_map(w, c, t)[1] * c[:, None]).sum(2)
-        ctx.save_for_backward(weights, tau, *each)
+            out[place] = _over_entries(c, _map(_distances(w, c), t)[1])
+        ctx.save_for_backward(weights, tau, *each, *totals)
         last = each[-1].clone()
         ctx.mark_non_differentiable(last)
         return (out if index is None else out[:, index]).to(weights.dtype), last
@@ -79,27 +82,28 @@ class _Clustered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, given: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the weights."""
-        weights, tau, *each = ctx.saved_tensors
+        weights, tau, *kept = ctx.saved_tensors
+        each, totals = kept[: len(kept) // 2 + 1], kept[len(kept) // 2 + 1 :]
         values, counts, index = _values(weights)
         given = given.to(values.dtype)
         together = given if index is None else torch.zeros_like(values).index_add_(1, index, given)
         slope, shared, through = torch.empty_like(values), torch.zeros_like(values), torch.zeros_like(each[-1])
         for place, w, c, t in _parts(values, each[-1], tau):
-            soft, shares = _map(w, c, t)
-            at, g = place[0], together[place][:, :, None]
-            slope[place] = _through_map(w, c, t, soft, c[:, None].expand_as(soft))[0]
-            through[at] += (g * shares).sum(1) + _through_map(w, c, t, soft, g * c[:, None])[1]
-        for before, after in zip(reversed(each[:-1]), reversed(each[1:]), strict=True):
-            totals, onward = torch.zeros_like(before), torch.zeros_like(before)
+            gaps = _distances(w, c)
+            soft, shares = _map(gaps, t)
+            moved = _through_map(gaps, t, soft, c[:, :, None].expand_as(soft))  # times g where the map's gradient is
+            slope[place] = moved.sum(1)
+            through[place[0]] += _over_weights(shares.sub_(moved), together[place])
+        for before, after, total in zip(reversed(each[:-1]), reversed(each[1:]), reversed(totals), strict=True):
+            onward = torch.zeros_like(before)
             for (tiles, some), w, c, t in _parts(values, before, tau):
-                totals[tiles] += _weighted(_map(w, c, t)[1], counts, some).sum(1)
-            for (tiles, some), w, c, t in _parts(values, before, tau):
-                soft, shares = _map(w, c, t)
-                pull = (through / totals)[tiles][:, None]
-                of_map = pull * (w[:, :, None] - after[tiles][:, None])
-                by_weight, by_centroid = _through_map(w, c, t, soft, of_map, _some(counts, some))
-                shared[tiles, some] += by_weight + (pull * shares).sum(2)
-                onward[tiles] += by_centroid
+                gaps = _distances(w, c)
+                soft, shares = _map(gaps, t)
+                pull = (through / total)[tiles]
+                moved = _through_map(gaps, t, soft, _distances(w, after[tiles]).mul_(pull[:, :, None]))
+                shared[tiles, some] += moved.sum(1) + _over_entries(pull, shares)
+                m = torch.ones_like(w) if counts is None else counts[some].expand_as(w)
+                onward[tiles] -= _over_weights(moved, m)
             through = onward
         gradient = given * slope + shared if index is None else given * slope[:, index] + shared[:, index]
         return gradient.to(weights.dtype), None, None, None
@@ -133,27 +137,29 @@ def _parts(values: Tensor, centroids: Tensor, tau: Tensor) -> Iterator[tuple[Pla
             yield place, values[place], centroids[at], tau[at]
 
 
-def _map(w: Tensor, c: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention map before and after it is kept above ``LEAST``, (g, n, K) each."""
-    soft = torch.softmax((w[:, :, None] - c[:, None]).square_().neg_().div_(t[:, None, None]), -1)
+def _distances(w: Tensor, c: Tensor) -> Tensor:
+    """Return what weights (g, n) are above entries (g, K), as (g, K, n): what lies in a row is of one entry."""
+    return w[:, None] - c[:, :, None]
+
+
+def _map(gaps: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the attention map before and after it is kept above ``LEAST``, (g, K, n) each."""
+    soft = torch.softmax(gaps.square().div_(-t[:, None, None]), 1)
     return soft, soft.clamp(min=LEAST)
 
 
-def _through_map(
-    w: Tensor, c: Tensor, t: Tensor, soft: Tensor, of_map: Tensor, counts: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return gradients of weights (g, n), each once, and of centroids (g, K), given that of the map."""
-    free = torch.where(soft >= LEAST, of_map, 0.0)
-    of_distance = soft * (free - (soft * free).sum(2, keepdim=True)) / -t[:, None, None]
-    moved = 2 * of_distance * (w[:, :, None] - c[:, None])
-    each = moved if counts is None else moved * counts[None, :, None]
-    return moved.sum(2), -each.sum(1)
+def _through_map(gaps: Tensor, t: Tensor, soft: Tensor, of_map: Tensor) -> Tensor:
+    """Return the gradient of each gap, (g, K, n), given that of the map; a weight's is the sum of its K gaps'."""
+    free = F.threshold(soft, LEAST, 0.0).sign_().mul_(of_map)  # where the map is above LEAST
+    free.sub_((soft * free).sum(1, keepdim=True))
+    return free.mul_(soft).mul_(gaps).mul_(-2 / t[:, None, None])
 
 
-def _some(counts: Tensor | None, some: slice) -> Tensor | None:
-    return None if counts is None else counts[some]
+def _over_weights(shares: Tensor, values: Tensor) -> Tensor:
+    """Sum over weights, (g, K, n) and (g, n) -> (g, K), pair by pair: a product of matrices loses digits here."""
+    return (shares * values[:, None]).sum(2)
 
 
-def _weighted(shares: Tensor, counts: Tensor | None, some: slice) -> Tensor:
-    """Return a map in which each value counts as often as it occurs."""
-    return shares if counts is None else shares * counts[some][None, :, None]
+def _over_entries(entries: Tensor, shares: Tensor) -> Tensor:
+    """Sum over entries, (g, K) and (g, K, n) -> (g, n)."""
+    return torch.bmm(entries[:, None], shares)[:, 0]

@@ -9,9 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.files import resolve
+from vivace.checkpoint.load import load_decoder, palettes_of
+from vivace.core.model import Decoder
 from vivace.engine import load
-from vivace.errors import ConfigError
+from vivace.errors import ConfigError, MismatchError
 from vivace.kernels.coded import Coded, PaletteCodes
 from vivace.kernels.palette import BITS
 from vivace.kernels.reference import any_order
@@ -49,6 +51,9 @@ class PaletteRecipe(FrozenRecipe):
     """Steps during which the temperature falls."""
     calibration_tokens: int = 16384
     """Tokens of text for GPTQ, whose codes training begins with."""
+    init: str = ""
+    """Folder of palettes of this model whose codes, entries and scales training begins with instead, as ``vivace
+    compress`` writes it; a run that is resumed then rounds nothing again."""
     loss: DistillationLoss = field(default_factory=DistillationLoss)
     tokens_per_batch: int = 1024
 
@@ -62,7 +67,11 @@ class PaletteRecipe(FrozenRecipe):
             raise ConfigError("rounds and calibration_tokens are at least 1, cooling_steps at least 0")
 
     def begin(self, context: TrainContext) -> PaletteTraining:
-        """Round the model by GPTQ and return what trains from there."""
+        """Round the model by GPTQ, or read how it was rounded, and return what trains from there.
+
+        Raises:
+            MismatchError: the folder to begin with has other matrices, or other bits.
+        """
         return PaletteTraining(self, context)
 
 
@@ -79,25 +88,46 @@ class PaletteTraining(Trainable):
         )
         self.source = source_of(engine.folder)
         student = load_decoder(engine.folder, dtype="float32")
-        note(f"rounding by gptq on {sum(batch.num_elements for batch in self.texts.calibration):,} tokens")
         check_shapes(self.source.table, matrices(student))
         stored: dict[str, Tensor] = {}
         for name, part in matrices(student).items():
             stored[name] = part.weight.detach().clone()
             part.weight = torch.nn.Parameter(stored[name].clone(), requires_grad=False)
-        bits, first = dict.fromkeys(stored, recipe.bits), dict[str, Coded]()
         with torch.no_grad(), any_order():
-            for layer in rounded_layers(student, bits, self.settings, self.texts, Statistics()):
-                first |= layer
+            self.first = self._rounded(student) if not recipe.init else self._read(student, Path(recipe.init))
             self.begun = distance(student, engine.model, self.texts.held_back)
-        note(f"gptq: {self.begun.kl:.4f} nats a token from the stored model on rows held back")
-        self.first = {name: codes for name, codes in first.items() if isinstance(codes, PaletteCodes)}
+        self.begun_by = "gptq" if not recipe.init else recipe.init
+        note(f"{self.begun_by}: {self.begun.kl:.4f} nats a token from the stored model on rows held back")
         self.parts = with_clusters(student, stored, self.first, recipe.rounds)
         self.student = student
         self.objective = PaletteObjective(
             student, self.parts, recipe.loss, (recipe.share, recipe.last_share), recipe.cooling_steps
         )
         self.depth = student.config.num_layers
+
+    def _rounded(self, student: Decoder) -> dict[str, PaletteCodes]:
+        """Round the matrices by GPTQ, leave them so in the student, and return their codes."""
+        count = sum(batch.num_elements for batch in self.texts.calibration)
+        self.context.report.note(f"rounding by gptq on {count:,} tokens")
+        bits, found = dict.fromkeys(matrices(student), self.recipe.bits), dict[str, Coded]()
+        for layer in rounded_layers(student, bits, self.settings, self.texts, Statistics()):
+            found |= layer
+        return {name: codes for name, codes in found.items() if isinstance(codes, PaletteCodes)}
+
+    def _read(self, student: Decoder, folder: Path) -> dict[str, PaletteCodes]:
+        """Return the codes of a folder of palettes, and put its weights into the student."""
+        found = palettes_of(resolve(folder), self.source.table)
+        for name, part in matrices(student).items():
+            codes = found.get(name)
+            is_alike = codes is not None and (codes.bits, codes.scales is not None) == (
+                self.recipe.bits,
+                self.recipe.has_scales,
+            )
+            if codes is None or codes.shape != part.weight.shape or not is_alike:
+                kind = f"{self.recipe.bits} bits, {'integers with scales' if self.recipe.has_scales else 'bfloat16'}"
+                raise MismatchError(f"{folder} has no palette of {name} that training could begin with ({kind})")
+            part.weight.data = codes.dense()
+        return {name: found[name] for name in matrices(student)}
 
     def finish(self) -> TrainedAdapter:
         """Not called: what is trained is a model, and ``save`` writes it."""
@@ -115,9 +145,10 @@ class PaletteTraining(Trainable):
             name: part.codes() if is_nearer else self.first[name] for name, part in self.parts.items()
         }
         written = write_folder(self.source, out, coded, self.settings)
-        kept = "" if is_nearer else "; training came no nearer, so the codes are gptq's"
+        kept = "" if is_nearer else f"; training came no nearer, so the codes are those of {self.begun_by}"
         note = (
-            f": {trained.kl:.4f} nats a token from the stored model on rows held back, gptq {self.begun.kl:.4f}{kept}"
+            f": {trained.kl:.4f} nats a token from the stored model on rows held back, {self.begun_by} "
+            f"{self.begun.kl:.4f}{kept}"
         )
         what = f"{written.all_bits:.2f} bits a weight ({written.matrix_bits:.2f} in the layers)"
         return SavedTraining(what, "plain", lambda: load(out), note)
