@@ -4,8 +4,9 @@
 
 Every way rounds the same model on the same text into a folder of ``--work``, which is kept and found again. The stored
 model is judged beside them on task files (``vivace data zeroshot|wikitext``). With ``--gguf`` llama.cpp quantizes the
-same weights, and we read its files. Bits are bytes of the file times eight over weights, for the matrices of the layers
-and for everything.
+same weights, and we read its files. ``--folders`` adds what ``vivace train palette`` and ``vivace train recover`` have
+made of the same model, as NAME=FOLDER. Bits are bytes of the file times eight over weights, for the matrices of the
+layers and for everything; the adapter that a folder wears counts in both.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 import vivace
+from vivace.adapters.lora import recovery_of
 from vivace.checkpoint.files import resolve
 from vivace.checkpoint.gguf.header import read_header
 from vivace.checkpoint.load import load_config, load_decoder
@@ -28,7 +30,7 @@ from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.evaluate.judging import JudgedSystem, judge, mean_accuracy
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.zeroshot import load_task
-from vivace.palette.compress import CompressConfig, compress
+from vivace.palette.compress import CompressConfig, compress, source_of
 from vivace.palette.statistics import distance
 from vivace.palette.texts import Texts, read_texts
 
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=200, help="rows of each task")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--ways", default=",".join(WAYS).replace(", ", "; "), help="with commas; a comma inside is ;")
+    parser.add_argument("--folders", nargs="*", default=[], help="NAME=FOLDER: palettes that were trained")
     parser.add_argument("--gguf", type=Path, help="the model as a GGUF file, which llama.cpp quantizes")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -64,9 +67,12 @@ def main() -> None:
         options.data, load_tokenizer(source), num_tokens=options.tokens, longest=longest, tokens_per_batch=2048
     )
     rows: dict[str, dict[str, Any]] = {}
-    for way in options.ways.split(","):
+    for way in filter(None, options.ways.split(",")):
         name = way.strip().replace("; ", ", ")
         rows[name] = rounded(source, options.work / name.replace(", ", "-").replace(" ", "-"), WAYS[name], texts)
+        print(name, rows[name], flush=True)
+    for name, _, folder in (each.partition("=") for each in options.folders):
+        rows[name] = trained(source, Path(folder), texts)
         print(name, rows[name], flush=True)
     if options.gguf is not None:
         for name in QUANTS:
@@ -95,6 +101,30 @@ def rounded(source: Path, out: Path, config: CompressConfig, texts: Texts) -> di
     return {"folder": str(out), **json.loads(facts.read_text(encoding="utf-8"))}
 
 
+def trained(source: Path, folder: Path, texts: Texts) -> dict[str, Any]:
+    """Return what a folder of palettes is like that a training has made, with the adapter that it wears, if any.
+
+    With an adapter there is no divergence on the text that was held back: task files judge it as it is used.
+    """
+    opened = source_of(folder)
+    adapter = recovery_of(folder)
+    worn_bytes = 0 if adapter is None else (adapter / "adapter_model.safetensors").stat().st_size
+    table = opened.table
+
+    def bits_of(names: Sequence[str]) -> float:
+        pieces = [piece.name for name in names for piece in table[name].pieces]
+        num_bytes = sum(map(opened.stored.num_bytes, pieces)) + worn_bytes
+        return 8 * num_bytes / sum(prod(table[name].shape) for name in names)
+
+    matrices = [name for name, target in table.items() if name.startswith("layers.") and len(target.shape) == 2]
+    bits = {"matrix_bits": bits_of(matrices), "all_bits": bits_of(list(table))}
+    found: dict[str, Any] = {"folder": str(folder), **bits, "predicted": None}
+    if adapter is not None:
+        return found | {"kl": None, "loss": None, "adapter_bytes": worn_bytes}
+    made, stored = (load_decoder(place, dtype="float32") for place in (folder, source))
+    return found | asdict(distance(made, stored, texts.held_back))
+
+
 def quantized(source: Path, stored: Path, out: Path, kind: str, texts: Texts) -> dict[str, Any]:
     """Return what a file is like that llama.cpp has quantized, which is written unless it is there."""
     if not out.is_file():
@@ -117,14 +147,18 @@ def quantized(source: Path, stored: Path, out: Path, kind: str, texts: Texts) ->
 
 
 def add_judgements(rows: dict[str, dict[str, Any]], source: Path, asked: Sequence[Any]) -> None:
-    """Judge the stored model and every way on task files, two at a time."""
-    stored = JudgedSystem("stored", vivace.load(source))
+    """Judge the stored model and every way on task files, all of them row by row."""
+    systems = [JudgedSystem("stored", vivace.load(source))]
+    systems += [JudgedSystem(name, vivace.load(row["folder"])) for name, row in rows.items()]
+    print(*(f"{one.name}: {one.engine.kernels.name}" for one in systems), sep="; ", flush=True)
+    found = judge(systems, asked)
+    stored = [each for each in found if each.system == "stored"]
     for name, row in rows.items():
-        found = judge([stored, JudgedSystem(name, vivace.load(row["folder"]))], asked)
         row["judgements"] = [asdict(each) for each in found if each.system == name]
         row["mean_accuracy"] = mean_accuracy(found, name)
         row["stored_accuracy"] = mean_accuracy(found, "stored")
-        row["stored_perplexity"] = {each.task: each.perplexity for each in found if each.system == "stored"}
+        row["stored_perplexity"] = {each.task: each.perplexity for each in stored}
+        row["stored_nll"] = {each.task: each.nll for each in stored}
         print(name, row["mean_accuracy"], row["stored_accuracy"], flush=True)
 
 

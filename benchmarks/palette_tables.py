@@ -12,6 +12,9 @@ from tools.blocks import table
 from vivace.units import format_bytes
 
 NOTHING = "No run is committed yet."
+BEFORE = "k-means, weighted"
+"""The way whose losses others win back."""
+JUDGED_HEADS = ("choices right, stored", "perplexity, stored", "nats won back", "points won back")
 
 
 def quality(folder: Path) -> str:
@@ -28,26 +31,65 @@ def quality(folder: Path) -> str:
         )
         heads = ("way", "bits of a matrix", "bits of everything", "KL to stored", "loss beside stored")
         is_judged = any("judgements" in way for way in ways.values())
-        rows = [(*_row(name, way, stored), *(_judged(way) if is_judged else ())) for name, way in ways.items()]
-        parts.append(table((*heads, *(("choices right, stored", "perplexity, stored") if is_judged else ())), rows))
+        lost = ways.get(BEFORE, {})
+        rows = [(*_row(name, way, stored), *(_judged(way, lost) if is_judged else ())) for name, way in ways.items()]
+        parts.append(table((*heads, *(JUDGED_HEADS if is_judged else ())), rows))
+        if is_judged:
+            parts.append(_judged_on(ways))
     return "\n\n".join(parts) or NOTHING
 
 
 def _row(name: str, way: Mapping[str, Any], stored: float) -> tuple[str, ...]:
     bits = f"{way['matrix_bits']:.2f}", f"{way['all_bits']:.2f}"
+    if way["kl"] is None:
+        return name, *bits, "", ""
     return name, *bits, f"{way['kl']:.4f}", f"{way['loss'] - stored:+.4f}"
 
 
-def _judged(way: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the mean share of right choices and the perplexity of texts, beside the stored model's."""
+def _judged(way: Mapping[str, Any], lost: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """Return the mean share of right choices and the perplexity of texts, beside the stored model's, and how much of
+    what ``BEFORE`` has lost of each is won back.
+    """
     if "judgements" not in way:
-        return "", ""
+        return "", "", "", ""
     texts = [
         f"{own['perplexity']:.1f}, {way['stored_perplexity'][own['task']]:.1f}"
         for own in way["judgements"]
         if own["perplexity"] is not None and own["accuracy"] is None
     ]
-    return f"{way['mean_accuracy']:.1%}, {way['stored_accuracy']:.1%}", "; ".join(texts)
+    choices = "" if way["mean_accuracy"] is None else f"{way['mean_accuracy']:.1%}, {way['stored_accuracy']:.1%}"
+    nats, points = (_won_back(of(way), of(lost)) for of in (_lost_nats, _lost_points))
+    return choices, "; ".join(texts), nats, points
+
+
+def _won_back(own: float | None, before: float | None) -> str:
+    """Return which share of a loss is won back; nothing where there was no loss."""
+    return "" if own is None or before is None or before <= 0 else f"{1 - own / before:.0%}"
+
+
+def _lost_nats(way: Mapping[str, Any]) -> float | None:
+    """Return the nats a token of texts that a way has lost to the stored model, the mean over texts."""
+    lost = [
+        own["nll"] - way["stored_nll"][own["task"]]
+        for own in way.get("judgements", ())
+        if own["accuracy"] is None and "stored_nll" in way
+    ]
+    return sum(lost) / len(lost) if lost else None
+
+
+def _lost_points(way: Mapping[str, Any]) -> float | None:
+    """Return the share of right choices that a way has lost to the stored model."""
+    return None if way.get("mean_accuracy") is None else way["stored_accuracy"] - way["mean_accuracy"]
+
+
+def _judged_on(ways: Mapping[str, Any]) -> str:
+    """Return which rows the ways were judged on, and of what the shares are."""
+    judged = next(way["judgements"] for way in ways.values() if "judgements" in way)
+    rows = ", ".join(f"{own['task']} ({own['num_rows']})" for own in judged)
+    return (
+        f'Judged on rows of {rows}; "won back" is of what {BEFORE} loses to the stored model, and right choices are '
+        "the mean over tasks by likelihood a byte."
+    )
 
 
 def memory(path: Path) -> str:
