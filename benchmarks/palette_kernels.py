@@ -7,7 +7,12 @@ Run it on a machine that does nothing else:
 A folder of palettes is written for each format, with codes, entries and scales that are drawn, and loaded as any other;
 products take as long as with codes that mean something. All formats and numbers of rows take turns within a repeat.
 ``lut2`` and ``lut3`` have bfloat16 entries, ``ints`` integers with scales. Embedding and head have eight bits in
-palettes and what ``--weights q4`` gives them there.
+palettes and what ``--weights q4`` gives them there. A pass runs twice in its turn and the second time counts, since
+what waits falls asleep.
+
+``--peers`` adds llama.cpp on models of the same shapes, quantized by itself: ``llama.cpp-q3_k_s``, ``llama.cpp-q2_k``
+and others of ``vivace bench --peers``. Its K-quants need inputs in multiples of 256, so most matrices of the 360 M
+model (960 inputs) get a format that it falls back to; the bytes that it reads stand beside ours.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,12 +32,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels import _random_llama
-from benchmarks.peers import SHAPES
+from benchmarks.peers import SHAPES, model_folder
 from vivace.checkpoint.files import WEIGHTS, write_tensors
 from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.quantized.palette import CONFIG, tensors_of
 from vivace.core.cpu.backend import backend_of, pack_decoder
 from vivace.core.model import Decoder
+from vivace.evaluate.llamacpp import LlamaCppPeer, enter_llama_cpp, llama_cpp_passes
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.roofline import pass_bytes, passes_over
 from vivace.kernels.choice import choose
@@ -52,16 +58,23 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(SHAPES))
     parser.add_argument("--formats", default=",".join(("q4", *FORMATS)))
     parser.add_argument("--kernels", default="auto", help="auto, avx2, avx512 or amx")
+    parser.add_argument("--peers", default="", help="llama.cpp-q3_k_s, llama.cpp-q2_k, with commas")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/bench-models"), help="where models for peers are made"
+    )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--out", type=Path, default=Path("palettes.json"))
     options = parser.parse_args()
     choice = choose(options.kernels)
     if choice.body is None:
         parser.error(f"there is nothing to measure: {choice.reason}")
+    names = options.models.split(",")
+    peers = {
+        name: peers_of(name, [each for each in options.peers.split(",") if each], options.folder) for name in names
+    }
     with torch.inference_mode():
         found = {
-            name: measure(name, options.formats.split(","), choice.body, options.repeats)
-            for name in options.models.split(",")
+            name: measure(name, options.formats.split(","), choice.body, options.repeats, peers[name]) for name in names
         }
     where = asdict(provenance(torch.device("cpu")))
     result = {"provenance": where, "kernels": choice.name, "threads": torch.get_num_threads(), "models": found}
@@ -70,27 +83,37 @@ def main() -> None:
     print_table(result)
 
 
-def measure(name: str, formats: list[str], body: NativeBody, repeats: int) -> dict[str, Any]:
-    """Return the bytes and the median seconds of passes of one model in each format."""
+def peers_of(name: str, peers: Sequence[str], place: Path) -> list[LlamaCppPeer]:
+    """Return llama.cpp on a model of drawn weights, in each format; nothing is made where none is asked for."""
+    return enter_llama_cpp(peers, model_folder(name, place), [], max_new_tokens=512, batch_size=1) if peers else []
+
+
+def measure(
+    name: str, formats: list[str], body: NativeBody, repeats: int, peers: Sequence[LlamaCppPeer] = ()
+) -> dict[str, Any]:
+    """Return the bytes and the median seconds of passes of one model in each format, and of peers."""
     decoders = {kind: decoder_in(name, kind, body) for kind in formats}
+    passes = {kind: passes_over(decoder, ROWS, context=CONTEXT) for kind, decoder in decoders.items()}
+    passes |= {peer.name: llama_cpp_passes(peer.engine, ROWS, context=CONTEXT) for peer in peers}
     works: dict[tuple[str, int], Callable[[], object]] = {
-        (kind, rows): run
-        for kind, decoder in decoders.items()
-        for rows, run in zip(ROWS, passes_over(decoder, ROWS, context=CONTEXT), strict=True)
+        (kind, rows): run for kind, runs in passes.items() for rows, run in zip(ROWS, runs, strict=True)
     }
     times: dict[tuple[str, int], list[float]] = {key: [] for key in works}
     for repeat in range(repeats + 1):
         for key, work in works.items():
+            work()  # weights and threads of what has waited are called back
             start = time.perf_counter()
             work()
             if repeat:
                 times[key].append(time.perf_counter() - start)
+    num_bytes = {kind: pass_bytes(decoder) for kind, decoder in decoders.items()}
+    num_bytes |= {peer.name: peer.engine.num_bytes for peer in peers}
     return {
         kind: {
-            "weight_bytes": pass_bytes(decoder),
+            "weight_bytes": num_bytes[kind],
             "seconds": {str(rows): statistics.median(times[kind, rows]) for rows in ROWS},
         }
-        for kind, decoder in decoders.items()
+        for kind in passes
     }
 
 
@@ -160,7 +183,7 @@ def print_table(result: dict[str, Any]) -> None:
                 f"{rows:>4} rows {seconds * 1e3:8.2f} {seconds / base[rows]:5.2f}x"
                 for rows, seconds in found["seconds"].items()
             )
-            print(f"{name:6}{kind:10}{found['weight_bytes'] / 1e6:8.1f} MB{cells}")
+            print(f"{name:6}{kind:17}{found['weight_bytes'] / 1e6:8.1f} MB{cells}")
 
 
 if __name__ == "__main__":

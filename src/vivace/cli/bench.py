@@ -48,7 +48,8 @@ def decode(
         str,
         typer.Option(
             help="Other engines, with commas: transformers, transformers-lookup, transformers-assisted, llama.cpp, "
-            "llama.cpp-q8_0, llama.cpp-q4_0, llama.cpp-q4_k_m, llama.cpp-lookup."
+            "llama.cpp-q8_0, llama.cpp-q4_0, llama.cpp-q4_k_m, llama.cpp-q3_k_s, llama.cpp-q2_k, "
+            "llama.cpp-lookup."
         ),
     ] = "",
     prompts: Prompts = "e2e",

@@ -54,6 +54,8 @@ LLAMA_CPP: Mapping[str, LlamaKind] = {
     "llama.cpp-q8_0": LlamaKind("q8_0"),
     "llama.cpp-q4_0": LlamaKind("q4_0"),
     "llama.cpp-q4_k_m": LlamaKind(quantized=15),
+    "llama.cpp-q3_k_s": LlamaKind(quantized=11),
+    "llama.cpp-q2_k": LlamaKind(quantized=10),
     "llama.cpp-lookup": LlamaKind(num_drafted=2),
 }
 """By name on the command line. Two guesses are what llama-cpp-python's documentation advises on a processor."""
