@@ -124,6 +124,32 @@ def memory(path: Path) -> str:
     return f"{caption}\n\n{table(heads, rows)}"
 
 
+def steps(folder: Path) -> str:
+    """Return peak and seconds of a training step with clustered matrices and without, for each file of
+    ``benchmarks.palette_step``.
+    """
+    parts = []
+    for path in sorted(folder.glob("step-*.json")):
+        written = json.loads(path.read_text(encoding="utf-8"))
+        setting, found = written["setting"], written["steps"]
+        machine = captions.machine(written["provenance"], written["provenance"]["best_kernels"], setting["threads"])
+        is_timed = setting["steps"] > 0
+        rows = [
+            (
+                kind,
+                f"{format_bytes(cost['peak_bytes'])}, {cost['peak_bytes'] / found['plain']['peak_bytes']:.2f}x",
+                f"{cost['seconds']:.1f} s, {cost['seconds'] / found['plain']['seconds']:.2f}x" if is_timed else "",
+            )
+            for kind, cost in found.items()
+        ]
+        caption = (
+            f"A step of {setting['tokens']:,} tokens of the {setting['model']} Llama ({setting['layers']} layers), "
+            f"{setting['bits']} bits. {machine}."
+        )
+        parts.append(f"{caption}\n\n{table(('matrices', 'peak of the process', 'time'), rows)}")
+    return "\n\n".join(parts) or NOTHING
+
+
 def kernels(path: Path) -> str:
     """Return milliseconds of a pass by format and number of rows, and the factor from ``q4`` at as many rows."""
     if not path.is_file():

@@ -159,6 +159,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "quality": palette_tables.quality(RESULTS / "palettes"),
             "memory": palette_tables.memory(RESULTS / "clustering" / "4096x4096.json"),
             "kernels": palette_tables.kernels(RESULTS / "kernels" / "palettes.json"),
+            "steps": palette_tables.steps(RESULTS / "clustering"),
         },
         techniques / "low_bit_weights.md": {"bars": bars.tables(RESULTS / "passes"), "formats": bars.formats(QUALITY)},
         techniques / "screened_head.md": {"results": screened_tables.tables(RESULTS / "screened")},

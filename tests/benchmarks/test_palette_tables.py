@@ -56,3 +56,15 @@ def test_passes_stand_beside_those_of_q4(tmp_path: Path) -> None:
     found = {"provenance": MACHINE, "kernels": "avx512", "threads": 2, "models": {"100M": formats}}
     path.write_text(json.dumps(found))
     assert "| `lut3` | 53 MB | 8.00, 0.80x | 30.00, 1.50x |" in palette_tables.kernels(path)
+
+
+def test_a_clustered_step_stands_beside_a_plain_one(tmp_path: Path) -> None:
+    """Peaks and seconds have factors; a single step, which allocates as well, has no time."""
+    assert palette_tables.steps(tmp_path) == palette_tables.NOTHING
+    setting = {"model": "100M", "tokens": 512, "bits": 3, "steps": 1, "layers": 12, "threads": 1}
+    found = {"plain": {"peak_bytes": 2 << 30, "seconds": 10.0}, "clustered": {"peak_bytes": 3 << 30, "seconds": 14.0}}
+    path = tmp_path / "step-100M.json"
+    path.write_text(json.dumps({"provenance": MACHINE, "setting": setting, "steps": found}))
+    assert "| clustered | 3.0 GiB, 1.50x | 14.0 s, 1.40x |" in palette_tables.steps(tmp_path)
+    path.write_text(json.dumps({"provenance": MACHINE, "setting": setting | {"steps": 0}, "steps": found}))
+    assert "| clustered | 3.0 GiB, 1.50x |  |" in palette_tables.steps(tmp_path)
