@@ -82,7 +82,7 @@ def main() -> None:
         add_judgements(rows, source, [row for path in options.tasks for row in load_task(path, options.limit)])
     for row in rows.values():
         row["folder"] = Path(row["folder"]).name
-    setting = {"model": options.model, "tokens": options.tokens, "data": [path.name for path in options.data]}
+    setting = {"model": Path(options.model).name, "tokens": options.tokens, "data": [path.name for path in options.data]}
     setting |= {"tasks": [path.name for path in options.tasks], "limit": options.limit}
     result = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "ways": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
