@@ -82,7 +82,8 @@ def main() -> None:
         add_judgements(rows, source, [row for path in options.tasks for row in load_task(path, options.limit)])
     for row in rows.values():
         row["folder"] = Path(row["folder"]).name
-    setting = {"model": Path(options.model).name, "tokens": options.tokens, "data": [path.name for path in options.data]}
+    setting: dict[str, Any] = {"model": Path(options.model).name, "tokens": options.tokens}
+    setting |= {"data": [path.name for path in options.data]}
     setting |= {"tasks": [path.name for path in options.tasks], "limit": options.limit}
     result = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "ways": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -148,10 +149,9 @@ def quantized(source: Path, stored: Path, out: Path, kind: str, texts: Texts) ->
 
 def add_judgements(rows: dict[str, dict[str, Any]], source: Path, asked: Sequence[Any]) -> None:
     """Judge the stored model and every way on task files, all of them row by row."""
-    systems = [JudgedSystem("stored", vivace.load(source))]
-    systems += [JudgedSystem(name, vivace.load(row["folder"])) for name, row in rows.items()]
-    print(*(f"{one.name}: {one.engine.kernels.name}" for one in systems), sep="; ", flush=True)
-    found = judge(systems, asked)
+    engines = {"stored": vivace.load(source)} | {name: vivace.load(row["folder"]) for name, row in rows.items()}
+    print(*(f"{name}: {engine.kernels.name}" for name, engine in engines.items()), sep="; ", flush=True)
+    found = judge([JudgedSystem(*each) for each in engines.items()], asked)
     stored = [each for each in found if each.system == "stored"]
     for name, row in rows.items():
         row["judgements"] = [asdict(each) for each in found if each.system == name]

@@ -136,7 +136,7 @@ def make_step(objective: PaletteObjective, optimiser: Optimiser, stored: Decoder
     """Make one step of training."""
     with any_order():
         for loss, _ in objective.losses(stored, batch):
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
     optimiser.update(1.0)
     objective.updated()
 
