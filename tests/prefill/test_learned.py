@@ -208,7 +208,8 @@ def test_maps_learn_what_is_wanted(seed: int) -> None:
     lengths = (4, *[32] * 8, 20, 8)
 
     def share(maps: Maps, found: tuple[torch.Tensor, torch.Tensor]) -> float:
-        return float(found[1][by_passages(maps.scores(found[0], lengths), lengths, 88)].sum())
+        """What goes on of it: two passages and a part, besides the ends and the short passage before the window."""
+        return float(found[1][by_passages(maps.scores(found[0], lengths), lengths, 88 + 20)].sum())
 
     maps = teach([Example(*text(), lengths) for _ in range(160)], rank=16, steps=120, seed=0)
     unseen = [text() for _ in range(30)]
