@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.parallel_tables import cells_of
 from vivace.parallel.partition import Costs, balanced, even
-from vivace.parallel.prediction import ShareWork, sent_of_sum
+from vivace.parallel.prediction import ShareWork, punctual, sent_of_sum, staged_s
 from vivace.parallel.runahead import CHOSEN
 
 GRID = 256
@@ -37,10 +37,8 @@ class Machine:
     name: str
     costs: Costs
     """Of one rank, in seconds."""
-    row_s: float
-    """Sending what a rank adds to the sum of one row."""
     is_dense: bool = False
-    """Whether attention computes every pair of a rectangle, as without causal kernels, in the chain, too."""
+    """Whether attention computes every pair of a rectangle, as without causal kernels, in the chain and alone."""
     alone: Costs | None = None
     """Costs of a rank beside which the others are idle; None takes them for those of all."""
     num_ranks: int = 2
@@ -98,30 +96,12 @@ def tensor_s(length: int, num_ranks: int, machine: Machine, late: Callable[[], f
     project, feed, attention = costs.project_s * length, costs.feed_s * length, costs.attention_s(length, 0)
     attending = max(work.project * project + work.attend * attention + work.output * feed for work in works)
     feeding = max(work.ffn * feed for work in works)
-    sending = -(-length // GRID) * costs.latency_s + sent_of_sum(num_ranks) * machine.row_s * length
+    sending = -(-length // GRID) * costs.latency_s + sent_of_sum(num_ranks) * costs.row_bytes_s * length
     if costs.sum_s:  # as it was measured, for as many rows as these ranks send
         sending = costs.sum_s * length * sent_of_sum(num_ranks) / sent_of_sum(machine.num_ranks)
     for _ in range(costs.num_layers):
         total += attending + feeding + sum(sending * late() for _ in range(2))
     return total
-
-
-def pipeline_s(
-    length: int, num_ranks: int, machine: Machine, late: Callable[[], float], *, gathers: bool = False
-) -> float:
-    """Return the time with layers divided among ranks and the prompt in chunks; entries may be gathered at the end."""
-    costs, layers = machine.costs, machine.costs.num_layers / num_ranks
-    ended, sent = [0.0] * num_ranks, [0.0] * num_ranks
-    for first in range(0, length, GRID):
-        count, arrived = min(GRID, length - first), 0.0
-        work = layers * ((costs.project_s + costs.feed_s) * count + machine.attention_s(count, first))
-        for stage in range(num_ranks):
-            ended[stage] = max(ended[stage], arrived) + work
-            if stage < num_ranks - 1:
-                sent[stage] = max(sent[stage], ended[stage]) + machine.row_s * count * late()
-                arrived = sent[stage] + costs.latency_s
-                sent[stage] += costs.entry_s * layers * count * late() if gathers else 0.0
-    return max(ended[-1], *sent)
 
 
 def alone_s(length: int, machine: Machine) -> float:
@@ -145,8 +125,8 @@ def simulate(length: int, num_ranks: int, machine: Machine, *, jitter: float = 0
         "tensor": tensor_s(length, num_ranks, machine, late()),
         "sequence": sequence_s(equal, machine, late(), is_dense=True),
         "sequence-causal": sequence_s(equal, machine, late(), is_dense=False),
-        "pipeline": pipeline_s(length, num_ranks, machine, late()),
-        "pipeline-gathered": pipeline_s(length, num_ranks, machine, late(), gathers=True),
+        "pipeline": staged_s(length, num_ranks, machine.costs, gathers=False, late=late()),
+        "pipeline-gathered": staged_s(length, num_ranks, machine.costs, gathers=True, late=late()),
         "runahead-even": runahead_s(equal, machine, late()),
         "runahead": min(runahead_s(counts, machine, late()) for counts in _shifted(pieces, length, num_ranks, machine)),
     }
@@ -158,7 +138,7 @@ def _shifted(pieces: Sequence[int], length: int, num_ranks: int, machine: Machin
     if not machine.is_dense:
         return [list(pieces)]
     found = [list(pieces), even(length, num_ranks, GRID)]
-    best = min(found, key=lambda counts: runahead_s(counts, machine, lambda: 1.0))
+    best = min(found, key=lambda counts: runahead_s(counts, machine, punctual))
     for _ in range(40):
         moves = []
         for place in range(num_ranks - 1):
@@ -168,8 +148,8 @@ def _shifted(pieces: Sequence[int], length: int, num_ranks: int, machine: Machin
                 moved[place + 1] -= step
                 if min(moved) > 0:
                     moves.append(moved)
-        nearer = min(moves, key=lambda counts: runahead_s(counts, machine, lambda: 1.0))
-        if runahead_s(nearer, machine, lambda: 1.0) >= runahead_s(best, machine, lambda: 1.0):
+        nearer = min(moves, key=lambda counts: runahead_s(counts, machine, punctual))
+        if runahead_s(nearer, machine, punctual) >= runahead_s(best, machine, punctual):
             break
         best = nearer
     return [best]
@@ -198,8 +178,9 @@ class Shape:
             num_layers=self.num_layers,
             latency_s=20e-6,
             entry_s=4 * keys / bytes_per_s,
+            row_bytes_s=2 * self.width / bytes_per_s,
         )
-        return Machine(self.name, costs, 2 * self.width / bytes_per_s, is_dense=True)
+        return Machine(self.name, costs, is_dense=True)
 
 
 PAPER = (
@@ -249,7 +230,7 @@ def compared(measured: dict[str, Any]) -> list[dict[str, Any]]:
             found = simulate(row["num_tokens"] - 1, cell["link"]["ranks"], machine)
             simulated: float | None
             if row["way"] in ("runahead", "runahead-model"):
-                simulated = runahead_s(row["counts"], machine, lambda: 1.0)
+                simulated = runahead_s(row["counts"], machine, punctual)
             else:
                 simulated = found.get(row["way"])
             if simulated is not None:
@@ -281,7 +262,6 @@ def machine_of(cell: dict[str, Any], cells: Sequence[dict[str, Any]] = ()) -> Ma
     return Machine(
         "measured",
         costs("costs"),
-        link["row_bytes_s"],
         alone=costs("alone"),
         num_ranks=cell["link"]["ranks"],
         works=works,

@@ -6,7 +6,7 @@ share memory, so that both are measured: the first ones hold for a rank alone, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vivace.core.config import ModelConfig
@@ -66,7 +66,14 @@ def sent_of_sum(num_ranks: int) -> float:
     return 1.0 if num_ranks == 2 else 2 * (num_ranks - 1) / num_ranks
 
 
-def staged_s(length: int, num_ranks: int, costs: Costs, *, gathers: bool) -> float:
+def punctual() -> float:
+    """Return the factor of a transfer that takes as long as its bytes say."""
+    return 1.0
+
+
+def staged_s(
+    length: int, num_ranks: int, costs: Costs, *, gathers: bool, late: Callable[[], float] = punctual
+) -> float:
     """Return how long a prompt takes whose chunks follow one another through ranks that have some layers each.
 
     Args:
@@ -74,6 +81,7 @@ def staged_s(length: int, num_ranks: int, costs: Costs, *, gathers: bool) -> flo
         num_ranks: number of ranks.
         costs: of each of them.
         gathers: whether entries are sent to the last rank, behind the rows of each chunk.
+        late: gives by which factor the next transfer takes longer than its bytes say.
     """
     layers = costs.num_layers / num_ranks
     ended, sent = [0.0] * num_ranks, [0.0] * num_ranks
@@ -84,10 +92,10 @@ def staged_s(length: int, num_ranks: int, costs: Costs, *, gathers: bool) -> flo
             ended[stage] = max(ended[stage], arrived) + work
             if stage == num_ranks - 1:
                 continue
-            sent[stage] = max(sent[stage], ended[stage]) + costs.row_bytes_s * count
+            sent[stage] = max(sent[stage], ended[stage]) + costs.row_bytes_s * count * late()
             arrived = sent[stage] + costs.latency_s
             if gathers:
-                sent[stage] += costs.entry_s * layers * count
+                sent[stage] += costs.entry_s * layers * count * late()
     return max(ended[-1], *sent)
 
 
