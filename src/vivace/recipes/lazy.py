@@ -267,11 +267,8 @@ class _Pupil:
             chosen, _ = choose_heads(asked, [want for _, want, _ in train], KEEP, [parts for _, _, parts in train])
             if chosen:
                 masses = [largest(each[point - 1][chosen].float().sum(0), parts) for each, _, parts in held]
-                shares = [
-                    kept_share(own, want, KEEP, parts) for own, (_, want, parts) in zip(masses, held, strict=True)
-                ]
                 heads.append(HeadsBelow(point, tuple(chosen)))
-                found.append(Learnt("heads", point, sum(shares) / len(shares)))
+                found.append(Learnt("heads", point, _mean_share(masses, [(want, parts) for _, want, parts in held])))
         return heads, found
 
     def teach(self, point: int, stop: float | None) -> tuple[Maps, float]:
@@ -284,6 +281,11 @@ class _Pupil:
             seed=recipe.seed,
             stop=lambda: stop is not None and time.monotonic() > stop,
         )
-        pairs = [(maps.scores(read.hidden[point], read.lengths), want, read.lengths) for read, want in self.held]
-        shares = [kept_share(scores, want, KEEP, parts) for scores, want, parts in pairs]
-        return maps, sum(shares) / len(shares)
+        scores = [maps.scores(read.hidden[point], read.lengths) for read, _ in self.held]
+        return maps, _mean_share(scores, [(want, read.lengths) for read, want in self.held])
+
+
+def _mean_share(scores: Sequence[torch.Tensor], held: Sequence[tuple[torch.Tensor, tuple[int, ...]]]) -> float:
+    """Return how much of what is wanted goes on, the mean over held-back prompts, given the lengths of their parts."""
+    shares = [kept_share(own, want, KEEP, parts) for own, (want, parts) in zip(scores, held, strict=True)]
+    return sum(shares) / len(shares)
