@@ -11,6 +11,7 @@ and the pages of techniques show them. The same files give the same text and, wi
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -210,7 +211,9 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
 
 def main(args: list[str]) -> int:
     """Write the pages, or with ``--check`` name those that are out of date; return the exit status."""
-    check = "--check" in args
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; name the pages that are out of date")
+    check = parser.parse_args(args).check
     try:
         results = read_results(DECODE)
         stale = settle(wanted(results), check=check)
