@@ -23,9 +23,11 @@ from vivace.parallel.collective import Wire
 from vivace.parallel.following import Follower, follow
 from vivace.parallel.links import Links
 from vivace.parallel.loading import LoadOptions, SharedLoading, load_share
-from vivace.parallel.world import TIMEOUT_S, World
+from vivace.parallel.world import World
 
 MOST_RANKS = 16
+SILENCE_S = 3600.0
+"""Seconds without an answer after which a rank is said to hang: ranks share the cores of a process that may be busy."""
 
 
 def simulated_worlds(num_ranks: int) -> list[World]:
@@ -35,7 +37,7 @@ def simulated_worlds(num_ranks: int) -> list[World]:
         for low, high in combinations(range(num_ranks), 2):
             connections[high][low] = socket.create_connection(listening.getsockname())
             connections[low][high] = listening.accept()[0]
-    return [World(rank, num_ranks, Links(rank, of, TIMEOUT_S)) for rank, of in enumerate(connections)]
+    return [World(rank, num_ranks, Links(rank, of, SILENCE_S)) for rank, of in enumerate(connections)]
 
 
 class SimulatedLoading(SharedLoading):
