@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from vivace.cli.app import run
 from vivace.errors import ConfigError
 from vivace.evaluate.clustering import kept_bytes
+from vivace.kernels.clusters import clusters_natively
+from vivace.kernels.library import found_library, runnable
 from vivace.palette import cluster
 from vivace.palette.dkm import dkm, first_centroids, temperature
 from vivace.palette.hooks import few_saved
@@ -113,6 +115,60 @@ def test_small_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = gradient_of(weight, mode="own")
     assert torch.allclose(whole[0], parts[0], rtol=1e-12)
     assert torch.allclose(whole[1], parts[1], rtol=1e-9, atol=1e-12)
+
+
+needs_kernels = pytest.mark.skipif(not clusters_natively(torch.zeros(1), 8), reason="no native kernels here")
+
+
+@needs_kernels
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("body", ["avx2", "avx512"])
+def test_native_clusters_are_those_of_the_oracle(
+    body: str, bits: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Widths that no vector divides; weights that lie on entries, far from all of them, and alike."""
+    library = found_library()
+    assert library is not None
+    if body not in runnable(library):
+        pytest.skip(f"this processor has no {body}")
+    monkeypatch.setattr("vivace.kernels.clusters.body_of", lambda _: {"avx2": 0, "avx512": 1}[body])
+    for width in (1, 7, 16, 333):
+        weight = normal(48, width, seed=width)
+        weight[3], weight[5] = weight[4], 1.0
+        first = first_centroids(weight.view(3, -1), bits)
+        weight[7, 0] = first[0, 1]
+        options = {"bits": bits, "rounds": rounds, "centroids": first, "tau": temperature(first).clamp(min=1e-6)}
+        with monkeypatch.context() as without:
+            without.setattr("vivace.palette.unique.clusters_natively", lambda *_: False)
+            expected, slope = gradient_of(weight, mode="own", **options)
+            last = cluster(weight, mode="own", **options).centroids
+        made, gradient = gradient_of(weight, mode="own", **options)
+        assert torch.allclose(made, expected, rtol=2e-6, atol=1e-7)
+        assert torch.allclose(cluster(weight, mode="own", **options).centroids, last, rtol=2e-6, atol=1e-8)
+        assert torch.allclose(gradient, slope, rtol=2e-4, atol=2e-5 * float(slope.abs().max()))
+
+
+@needs_kernels
+def test_native_gradient_is_nearer_to_the_exact_one() -> None:
+    """Than that of plain autograd in float32, judged by float64: sums over weights keep their digits."""
+    weight = normal(64, 576)
+    exact = gradient_of(weight.double(), mode="plain")[1]
+    plain, own = (gradient_of(weight, mode=mode)[1].double() for mode in ("plain", "own"))
+    assert float((own - exact).norm()) < float((plain - exact).norm())
+
+
+@needs_kernels
+def test_threads_change_no_bit() -> None:
+    weight, before = normal(256, 96), torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(gradient_of(weight, mode="own"))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 def test_cold_and_hot() -> None:

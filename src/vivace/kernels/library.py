@@ -125,6 +125,15 @@ class CQuantised(Structure):
     ]
 
 
+class CClustering(Structure):
+    """Mirrors ``Clustering``: soft clustering of tiles of weights, or its gradient."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("weights", "tau", "centroids", "totals", "clustered", "given", "gradient")),
+        *((name, c_int64) for name in ("tiles", "count", "entries", "rounds")),
+    ]
+
+
 class CPlaces(Structure):
     """Mirrors ``Places``: where the entries of slots are stored."""
 
@@ -306,6 +315,7 @@ SIGNATURES: dict[str, tuple[object, ...]] = {
     "vivace_attention": (c_int64, c_int64, POINTER(CAttention)),
     "vivace_rows": (POINTER(CMatrix), c_void_p, c_int64, c_void_p),
     "vivace_quantise": (c_int64, c_int64, POINTER(CQuantised)),
+    "vivace_cluster": (c_int64, c_int64, POINTER(CClustering)),
     "vivace_span": (c_int64, c_int64, POINTER(CPlan), POINTER(CCall)),
     "vivace_feed": (c_int64, c_int64, POINTER(CGated), POINTER(CLinear)),
     "vivace_choose": (c_int64, c_int64, POINTER(CChoice)),

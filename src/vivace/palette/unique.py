@@ -6,7 +6,8 @@ time, from the weights and from the centroids of the round, of which there are a
 With one palette for a whole matrix of bfloat16 numbers there is less to compute, too: the matrix has at most 65,536
 different values, and everything but the incoming gradient depends on a weight's value alone. Forward and backward then
 run over values u with their counts m_u, ``c_j = sum_u m_u A_uj u / sum_u m_u A_uj``. A tile of sixteen rows has too few
-weights for that to pay.
+weights for that to pay. Tiles of float32 weights are clustered by native kernels where there are any
+(``kernels/clusters.py``); what is written here is also their oracle.
 
 With g_i = dL/dW'_i of every weight, and f the map from a value to its clustered value at the last centroids C:
 
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from vivace.kernels.clusters import clusters_natively, soft_clusters, soft_clusters_gradient
 from vivace.palette.dkm import LEAST
 
 AT_ONCE = 1 << 16
@@ -49,8 +51,29 @@ def dkm_in_parts(weights: Tensor, centroids: Tensor, tau: Tensor, rounds: int = 
     Returns:
         Clustered weights (G, n) in the dtype of the weights, and the last centroids (G, K), detached.
     """
-    out, last = _Clustered.apply(weights, centroids, tau, rounds)  # type: ignore[no-untyped-call]
+    way = _Native if clusters_natively(weights, centroids.shape[1]) else _Clustered
+    out, last = way.apply(weights, centroids, tau, rounds)  # type: ignore[no-untyped-call]
     return out, last
+
+
+class _Native(torch.autograd.Function):
+    """Soft clustering of tiles of float32 weights by native kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, centroids: Tensor, tau: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+        """Return clustered weights (G, n) and the last centroids (G, K)."""
+        out, each, totals = soft_clusters(weights, centroids, tau, rounds)
+        ctx.save_for_backward(weights, tau, each, totals)
+        last = each[-1].clone()
+        ctx.mark_non_differentiable(last)
+        return out, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, given: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the weights."""
+        weights, tau, each, totals = ctx.saved_tensors
+        return soft_clusters_gradient(weights, tau, each, totals, given), None, None, None
 
 
 class _Clustered(torch.autograd.Function):

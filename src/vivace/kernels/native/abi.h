@@ -186,6 +186,18 @@ struct Quantised {
     int64_t rows, in;
 };
 
+// Soft clustering of tiles of weights, or its gradient, where `gradient` is not null.
+struct Clustering {
+    const float* weights;   // (tiles, count)
+    const float* tau;       // (tiles,) temperatures
+    float* centroids;       // (rounds + 1, tiles, entries), of which the first are given
+    float* totals;          // (rounds, tiles, entries) sums of the shares of each entry
+    float* clustered;       // (tiles, count)
+    const float* given;     // (tiles, count) gradient of what was clustered
+    float* gradient;        // (tiles, count) that of the weights
+    int64_t tiles, count, entries, rounds;  // entries: 4, 8 or 16
+};
+
 // Where entries are stored: those of a slot in blocks, which a table names by the place of their first entry.
 struct Places {
     const int64_t* table;  // (slots, table_width)

@@ -6,6 +6,7 @@
 #include "draw.h"
 #include "layers.h"
 #if !defined(VIVACE_FLOAT32)
+#include "cluster.h"
 #include "neurons.h"
 #include "quantize.h"
 #include "screen.h"
@@ -59,7 +60,8 @@ void neurons_item(const void* context, int64_t phase, int64_t item) {
     phase == 0 ? activate_neurons(n, item) : add_neurons(n, item);
 }
 #else  // what only weights in bfloat16 have
-constexpr decltype(Body::linear) screened_item = nullptr, quantise_item = nullptr, neurons_item = nullptr;
+constexpr decltype(Body::linear) screened_item = nullptr, quantise_item = nullptr, cluster_item = nullptr,
+                                 neurons_item = nullptr;
 #endif
 
 void activate_item(const void* context, int64_t, int64_t) {
@@ -77,7 +79,7 @@ void attention_item(const void* context, int64_t, int64_t item) {
 }
 
 constexpr Body BODY{linear_item, gated_item, greedy_item, screened_item, activate_item, norm_item, attention_item,
-                    span_item, quantise_item, likeliest, rotate, perturb, masses,
+                    span_item, quantise_item, cluster_item, likeliest, rotate, perturb, masses,
                     neurons_item, sizeof(bf16)};
 
 }  // namespace

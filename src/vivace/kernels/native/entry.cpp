@@ -273,6 +273,10 @@ EXPORT void vivace_quantise(int64_t body, int64_t threads, const Quantised* quan
     run_phases(threads, 1, &count, body_of(body)->quantise, quantised);
 }
 
+EXPORT void vivace_cluster(int64_t body, int64_t threads, const Clustering* clustering) {
+    run_phases(threads, 1, &clustering->tiles, body_of(body)->cluster, clustering);
+}
+
 // Returns the bytes of working space that a call needs.
 EXPORT int64_t vivace_span_bytes(int64_t body, const Plan* plan, const Call* call) {
     Span s{};

@@ -146,6 +146,7 @@ struct Body {
     void (*attention)(const void*, int64_t, int64_t);
     void (*span)(const void*, int64_t, int64_t);
     void (*quantise)(const void*, int64_t, int64_t);
+    void (*cluster)(const void*, int64_t, int64_t);
     float (*likeliest)(const bf16*, int64_t, float, int64_t*);
     void (*rotate)(bf16*, const bf16*, const bf16*, int64_t);
     void (*perturb)(Perturbed*);
