@@ -34,7 +34,7 @@ from vivace.kernels.coded import PaletteCodes
 from vivace.kernels.reference import any_order
 from vivace.palette.rounding import round_matrix
 from vivace.palette.statistics import matrices
-from vivace.palette.training import ClusteredLinear, PaletteObjective, with_clusters
+from vivace.palette.training import ClusteringObjective, PaletteObjective, with_clusters
 from vivace.train.data import Row, TokenBatch, collate
 from vivace.train.distillation import DistillationLoss
 from vivace.train.optim import Optimiser, OptimiserConfig
@@ -115,15 +115,15 @@ def measure(kind: str, shape: dict[str, int], setting: Mapping[str, Any]) -> dic
 
 def objective_of(kind: str, student: Decoder, bits: int) -> PaletteObjective:
     """Return what a step minimises; clustered matrices begin at even steps, which are found at once."""
-    parts: dict[str, ClusteredLinear] = {}
     weights = {name: part.weight.detach() for name, part in matrices(student).items()}
     if kind == "plain":
         for part in matrices(student).values():
             part.weight = nn.Parameter(part.weight.detach())
-        return PlainObjective(student, parts, DistillationLoss(), (0.1, 0.01), 100)
+        return PlainObjective(student, {}, DistillationLoss())
     codes = {name: round_matrix(weight, bits, "rtn") for name, weight in weights.items()}
     palettes = {name: each for name, each in codes.items() if isinstance(each, PaletteCodes)}
-    return PaletteObjective(student, with_clusters(student, weights, palettes, 1), DistillationLoss(), (0.1, 0.01), 100)
+    parts = with_clusters(student, weights, palettes, 1)
+    return ClusteringObjective(student, parts, DistillationLoss(), (0.1, 0.01), 100)
 
 
 def drawn_batch(vocab_size: int, tokens: int) -> TokenBatch:

@@ -50,11 +50,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "lora": weights.lora,
     "prompts": weights.soft_prompt,
     "palette": weights.palette,
+    "palette entries": lambda: weights.palette(trains_entries=True),
 }
 
-NO_SLOPE = {"shared", "balanced", "depths", "palette"}
+NO_SLOPE = {"shared", "balanced", "depths", "palette", "palette entries"}
 """What is backed through is not the slope of these: part of it is cut from the graph, rows are chosen by rank, or
-matrices are clustered softly while they learn."""
+matrices are clustered softly, or not rounded, while they learn."""
 
 
 def loss_of(case: Case) -> float:

@@ -18,7 +18,7 @@ from vivace.core.step import Step
 from vivace.kernels.coded import PaletteCodes
 from vivace.palette.rounding import round_matrix
 from vivace.palette.statistics import matrices
-from vivace.palette.training import PaletteObjective, with_clusters
+from vivace.palette.training import ClusteringObjective, PaletteObjective, with_clusters, with_entries
 
 
 def lora() -> Case:
@@ -66,14 +66,19 @@ def merged(model: Decoder, weights: LoraWeights) -> Decoder:
     return changed
 
 
-def palette() -> Case:
+def palette(*, trains_entries: bool = False) -> Case:
     """Matrices of eight values each sixteen outputs; without gradients they are what is stored."""
     model = frozen()
     stored = {name: part.weight.detach() for name, part in matrices(model).items()}
     codes = {name: round_matrix(weight, 3, "rtn", has_scales=False) for name, weight in stored.items()}
     known = {name: each for name, each in codes.items() if isinstance(each, PaletteCodes)}
     student, rounded = deepcopy(model), deepcopy(model)
-    parts = with_clusters(student, stored, known, rounds=1)
+    objective: PaletteObjective
+    if trains_entries:
+        objective = PaletteObjective(student, with_entries(student, known), RIVAL)
+    else:
+        parts = with_clusters(student, stored, known, rounds=1)
+        objective = ClusteringObjective(student, parts, RIVAL, (0.1, 0.1), 1)
 
     def oracle() -> float:
         with torch.no_grad():
@@ -85,4 +90,4 @@ def palette() -> Case:
             total += rival_loss(head(model, truth), head(rounded, guess), token)
         return total / COUNT
 
-    return Case(model, PaletteObjective(student, parts, RIVAL, (0.1, 0.1), 1), oracle)
+    return Case(model, objective, oracle)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 import vivace
@@ -15,6 +17,7 @@ from tests.tiny_checkpoints import make_checkpoint
 from vivace.cli.app import run
 from vivace.errors import ConfigError, MismatchError
 from vivace.kernels.coded import PaletteCodes
+from vivace.palette.entries import TrainedEntries
 from vivace.palette.rounding import round_matrix
 from vivace.palette.training import ClusteredLinear
 from vivace.prompts import Prompt, save_prompts
@@ -82,26 +85,67 @@ def test_it_comes_nearer(base: Path, tmp_path: Path) -> None:
 
 def test_a_killed_run_gives_the_same_bits(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(base, tmp_path / "whole")
-    from vivace.palette.training import PaletteObjective
+    from vivace.palette.training import ClusteringObjective
 
-    updated, count = PaletteObjective.updated, [0]
+    updated, count = ClusteringObjective.updated, [0]
 
-    def killed(self: PaletteObjective) -> None:
+    def killed(self: ClusteringObjective) -> None:
         updated(self)
         count[0] += 1
         if count[0] == 8:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(PaletteObjective, "updated", killed)
+    monkeypatch.setattr(ClusteringObjective, "updated", killed)
     with pytest.raises(KeyboardInterrupt):
         trained(base, tmp_path / "parts")
-    monkeypatch.setattr(PaletteObjective, "updated", updated)
+    monkeypatch.setattr(ClusteringObjective, "updated", updated)
     assert not (tmp_path / "parts" / "model.safetensors").exists()
     lines = trained(base, tmp_path / "parts")
     assert any("resumed after step" in line for line in lines)
     assert "training came no nearer" not in lines[-1]
     whole, parts = (tmp_path / name / "model.safetensors" for name in ("whole", "parts"))
     assert whole.read_bytes() == parts.read_bytes()
+
+
+@pytest.mark.parametrize("has_scales", [True, False])
+def test_entries_come_nearer_while_codes_stay(base: Path, tmp_path: Path, has_scales: bool) -> None:
+    save_prompts(tmp_path / "rows.jsonl", rows())
+    words = ["compress", tmp_path / "first", "--model", base, "--bits", "2", "--data", tmp_path / "rows.jsonl"]
+    words += [] if has_scales else ["--entries", "bfloat16"]
+    assert run([*map(str, words), "--tokens", "512", "--quiet"]) == 0
+    recipe = replace(RECIPE, trains="entries", has_scales=has_scales, init=str(tmp_path / "first"))
+    last = trained(base, tmp_path / "out", recipe)[-1]
+    kl, begun = (float(found) for found in re.findall(r" (\d\.\d+)", last)[-2:])
+    assert kl < begun, last
+    first, out = (dict(load_file(tmp_path / name / "model.safetensors")) for name in ("first", "out"))
+    codes = [name for name in first if name.endswith(".idx")]
+    assert codes
+    assert all(torch.equal(first[name], out[name]) for name in codes)
+    kept, moved = (".lut", ".scale") if has_scales else (".idx", ".lut")
+    assert all(torch.equal(value, out[name]) for name, value in first.items() if name.endswith(kept))
+    assert any(not torch.equal(value, out[name]) for name, value in first.items() if name.endswith(moved))
+
+
+@pytest.mark.parametrize("has_scales", [True, False])
+def test_gradient_of_entries_is_that_of_the_weights(has_scales: bool) -> None:
+    """Outputs that no sixteen divide and inputs that no 64 divide, beside autograd through a gather."""
+    torch.manual_seed(0)
+    out, width = 40, 100
+    codes = torch.randint(8, (out, width), dtype=torch.uint8)
+    entries = torch.randn(3, 8).sort(1).values
+    scales = torch.rand(out, 2) + 0.5 if has_scales else None
+    kept = (entries * 40).round().to(torch.int8) if has_scales else entries.bfloat16()
+    begun = PaletteCodes(codes, kept, None if scales is None else scales.bfloat16())
+    part = TrainedEntries(begun, None)
+    x, given = torch.randn(5, width), torch.randn(5, out)
+    part(x).backward(given)
+    leaf = part.trained.detach().clone().requires_grad_()
+    chosen = (kept.float() if has_scales else leaf).repeat_interleave(16, 0)[:out].gather(1, codes.long())
+    weight = chosen * leaf.repeat_interleave(64, 1)[:, :width] if has_scales else chosen
+    F.linear(x, weight).backward(given)
+    assert part.trained.grad is not None
+    assert leaf.grad is not None
+    assert torch.allclose(part.trained.grad, leaf.grad, rtol=1e-5, atol=1e-4)
 
 
 def test_it_begins_at_a_folder(base: Path, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Training a decoder whose matrices are clustered in every step, to stay the model that is stored (eDKM).
+"""Training a decoder whose matrices are palettes to stay the model that is stored: clustered in every step (eDKM), or
+with codes that stay and entries that are trained.
 
 A matrix W is kept as values ``v = w / s`` with the scales s of its palette, which stay as they were found. Each step
 clusters the values softly (``clustering.py``) from the centroids of the step before, at a temperature that falls, and
@@ -7,6 +8,8 @@ so the best weights are those of the best folder, not of the softest clusters.
 
 Training begins at the codes of GPTQ: values start as those stored, moved into the cell of their code.
 
+``entries.py`` leaves the codes as they are and trains what they stand for.
+
 Source: Cho et al. 2024, arXiv:2309.00964. **Where we differ**: eDKM begins from the stored weights, trains on the text
 alone, and has one temperature for all steps; here the loss is also the divergence from the stored model.
 """
@@ -14,19 +17,21 @@ alone, and has one temperature for all steps; here the loss is also the divergen
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vivace.core.draft_head import DraftHead
+from vivace.core.layers import Linear
 from vivace.core.model import Decoder
 from vivace.core.step import Step
 from vivace.kernels.coded import PaletteCodes
 from vivace.kernels.library import GROUP, LANES
 from vivace.kernels.palette import nearest
 from vivace.palette.clustering import cluster
+from vivace.palette.entries import TrainedEntries, spacing_of
 from vivace.palette.statistics import matrices
 from vivace.train.data import DecoderObjective, TokenBatch
 from vivace.train.distillation import DistillationLoss, FrozenPass, guess_losses
@@ -36,6 +41,24 @@ INSIDE = 0.02
 """Share of a cell that a value is moved beyond its border, so that it has the code that it is to have."""
 SETTLING = 10
 """Rounds of clustering after the last step."""
+
+
+class PalettePart(Protocol):
+    """A projection with a palette that is trained."""
+
+    @property
+    def trained(self) -> nn.Parameter:
+        """What is trained."""
+
+    @property
+    def unit(self) -> float:
+        """What moves weights by the mean distance of neighbouring entries, so that rates are shares of that."""
+
+    def codes(self) -> PaletteCodes:
+        """Return the palette as it is stored."""
+
+    def settle(self) -> None:
+        """Make up for what no snapshot holds, when the best parameters have been restored."""
 
 
 class ClusteredLinear(nn.Module):
@@ -59,12 +82,16 @@ class ClusteredLinear(nn.Module):
         self.register_buffer("bias", bias, persistent=False)
         self.register_buffer("scales", None if codes.scales is None else codes.scales.float(), persistent=False)
         self.register_buffer("centroids", codes.entries.float(), persistent=False)
-        self.spacing = float(self.centroids.diff(dim=1).mean())
-        """Mean distance of neighbouring entries to begin with."""
+        self.unit = spacing_of(codes)
         self.share = 0.1
         """Temperature as a share of the mean squared distance of neighbouring centroids."""
         values = weight.float() if self.scales is None else _divided(weight.float(), self._wide(width))
         self.values = nn.Parameter(_within(values, codes))
+
+    @property
+    def trained(self) -> nn.Parameter:
+        """The values."""
+        return self.values
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """Project rows, (T, in) -> (T, out), and add ``add`` (T, out) if it is given."""
@@ -98,36 +125,23 @@ class ClusteredLinear(nn.Module):
 
 
 class PaletteObjective(DecoderObjective):
-    """Trains the clustered matrices of a decoder to have the distribution of the stored one."""
+    """Trains the palettes of a decoder to have the distribution of the stored one."""
 
-    def __init__(
-        self,
-        student: Decoder,
-        parts: Mapping[str, ClusteredLinear],
-        loss: DistillationLoss,
-        shares: tuple[float, float],
-        cooling_steps: int,
-    ) -> None:
+    def __init__(self, student: Decoder, parts: Mapping[str, PalettePart], loss: DistillationLoss) -> None:
         """Set what is trained and how.
 
         Args:
-            student: the decoder with clustered matrices.
+            student: the decoder whose matrices are palettes.
             parts: these matrices, by the names of their parameters.
             loss: weights of divergence and cross-entropy.
-            shares: temperature at first and after ``cooling_steps``, as ``cluster`` takes it.
-            cooling_steps: updates during which it falls.
         """
         self.student = student
         self.parts = dict(parts)
         self.loss = loss
-        self.shares = shares
-        self.cooling_steps = cooling_steps
-        self.step = 0
-        self._cool()
 
     def groups(self) -> Sequence[Mapping[str, object]]:
-        """Return the values of each matrix, whose rate is in units of the mean distance of its first entries."""
-        return [{"name": name, "params": [part.values], "rate": part.spacing} for name, part in self.parts.items()]
+        """Return what each matrix trains, with the unit of its rate."""
+        return [{"name": name, "params": [part.trained], "rate": part.unit} for name, part in self.parts.items()]
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Yield the loss of a batch in parts; ``model`` is the stored decoder."""
@@ -137,6 +151,34 @@ class PaletteObjective(DecoderObjective):
         top = self.student.run(h, step, 0, len(self.student.layers))
         yield from guess_losses(self.loss, DraftHead(model), self.student.head, frozen, batch, top)
 
+
+class ClusteringObjective(PaletteObjective):
+    """The same with matrices that are clustered, at a temperature that falls."""
+
+    def __init__(
+        self,
+        student: Decoder,
+        clustered: Mapping[str, ClusteredLinear],
+        loss: DistillationLoss,
+        shares: tuple[float, float],
+        cooling_steps: int,
+    ) -> None:
+        """Set what is trained and how.
+
+        Args:
+            student: the decoder with clustered matrices.
+            clustered: these matrices, by the names of their parameters.
+            loss: weights of divergence and cross-entropy.
+            shares: temperature at first and after ``cooling_steps``, as ``cluster`` takes it.
+            cooling_steps: updates during which it falls.
+        """
+        super().__init__(student, clustered, loss)
+        self.clustered = dict(clustered)
+        self.shares = shares
+        self.cooling_steps = cooling_steps
+        self.step = 0
+        self._cool()
+
     def updated(self) -> None:
         """Lower the temperature."""
         self.step += 1
@@ -144,19 +186,19 @@ class PaletteObjective(DecoderObjective):
 
     def state(self) -> Mapping[str, Any]:
         """Return centroids and the number of updates."""
-        return {"step": self.step, "centroids": [part.centroids for part in self.parts.values()]}
+        return {"step": self.step, "centroids": [part.centroids for part in self.clustered.values()]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state`` returned."""
         self.step = int(state["step"])
-        for part, centroids in zip(self.parts.values(), state["centroids"], strict=True):
+        for part, centroids in zip(self.clustered.values(), state["centroids"], strict=True):
             part.centroids = centroids
         self._cool()
 
     def _cool(self) -> None:
         first, last = self.shares
         share = first * (last / first) ** min(1.0, self.step / max(1, self.cooling_steps))
-        for part in self.parts.values():
+        for part in self.clustered.values():
             part.share = share
 
 
@@ -173,11 +215,27 @@ def with_clusters(
     """
     made = {}
     for name, part in matrices(student).items():
-        bias = None if part.bias is None else part.bias.detach()
-        made[name] = ClusteredLinear(stored[name], codes[name], bias, rounds)
-        path, _, leaf = name.removesuffix(".weight").rpartition(".")
-        setattr(student.get_submodule(path), leaf, made[name])
+        made[name] = ClusteredLinear(stored[name], codes[name], _bias_of(part), rounds)
+        _replace(student, name, made[name])
     return made
+
+
+def with_entries(student: Decoder, codes: Mapping[str, PaletteCodes]) -> dict[str, TrainedEntries]:
+    """Replace the matrices of a decoder's layers by palettes whose entries are trained, and return them by name."""
+    made = {}
+    for name, part in matrices(student).items():
+        made[name] = TrainedEntries(codes[name], _bias_of(part))
+        _replace(student, name, made[name])
+    return made
+
+
+def _bias_of(part: Linear) -> Tensor | None:
+    return None if part.bias is None else part.bias.detach()
+
+
+def _replace(student: Decoder, name: str, part: nn.Module) -> None:
+    path, _, leaf = name.removesuffix(".weight").rpartition(".")
+    setattr(student.get_submodule(path), leaf, part)
 
 
 def _divided(weight: Tensor, scales: Tensor) -> Tensor:

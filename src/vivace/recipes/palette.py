@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ from vivace.kernels.reference import any_order
 from vivace.palette.compress import CompressConfig, check_shapes, rounded_layers, source_of, write_folder
 from vivace.palette.statistics import Statistics, distance, matrices
 from vivace.palette.texts import Texts
-from vivace.palette.training import PaletteObjective, with_clusters
+from vivace.palette.training import ClusteringObjective, PaletteObjective, PalettePart, with_clusters, with_entries
 from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainContext, TrainedAdapter
 from vivace.train.config import LoopConfig
 from vivace.train.distillation import DistillationLoss
@@ -37,6 +38,9 @@ class PaletteRecipe(FrozenRecipe):
     """Rates are shares of the mean distance of neighbouring entries."""
     bits: int = 3
     """Bits of a code in every matrix of the layers."""
+    trains: Literal["codes", "entries"] = "codes"
+    """What is trained: the weights, and with them codes and entries, by clustering; or only what the codes stand for,
+    scales where there are any and entries elsewhere, which is little and learns from little text."""
     has_scales: bool = True
     """Whether entries are integers with scales, or bfloat16."""
     rounds_ends: bool = True
@@ -63,6 +67,8 @@ class PaletteRecipe(FrozenRecipe):
             raise ConfigError(f"bits are 2, 3 or 4, found {self.bits}")
         if not 0 < self.last_share <= self.share:
             raise ConfigError(f"shares fall and stay above 0, found {self.share:g} and {self.last_share:g}")
+        if self.trains not in ("codes", "entries"):
+            raise ConfigError(f"trains is codes or entries, found {self.trains!r}")
         if self.rounds < 1 or self.cooling_steps < 0 or self.calibration_tokens < 1:
             raise ConfigError("rounds and calibration_tokens are at least 1, cooling_steps at least 0")
 
@@ -76,7 +82,7 @@ class PaletteRecipe(FrozenRecipe):
 
 
 class PaletteTraining(Trainable):
-    """Trains clustered matrices; the result is a folder of palettes."""
+    """Trains palettes; the result is a folder of them."""
 
     def __init__(self, recipe: PaletteRecipe, context: TrainContext) -> None:
         super().__init__(context)
@@ -98,11 +104,16 @@ class PaletteTraining(Trainable):
             self.begun = distance(student, engine.model, self.texts.held_back)
         self.begun_by = "gptq" if not recipe.init else recipe.init
         note(f"{self.begun_by}: {self.begun.kl:.4f} nats a token from the stored model on rows held back")
-        self.parts = with_clusters(student, stored, self.first, recipe.rounds)
+        self.parts: Mapping[str, PalettePart]
+        self.objective: PaletteObjective
+        if recipe.trains == "entries":
+            self.parts = with_entries(student, self.first)
+            self.objective = PaletteObjective(student, self.parts, recipe.loss)
+        else:
+            self.parts = clustered = with_clusters(student, stored, self.first, recipe.rounds)
+            shares = recipe.share, recipe.last_share
+            self.objective = ClusteringObjective(student, clustered, recipe.loss, shares, recipe.cooling_steps)
         self.student = student
-        self.objective = PaletteObjective(
-            student, self.parts, recipe.loss, (recipe.share, recipe.last_share), recipe.cooling_steps
-        )
         self.depth = student.config.num_layers
 
     def _rounded(self, student: Decoder) -> dict[str, PaletteCodes]:
