@@ -24,6 +24,7 @@ from vivace.prompts import Prompt, save_prompts
 from vivace.recipes.palette import PaletteRecipe
 from vivace.recipes.trainer import train_beside
 from vivace.train.config import LoopConfig
+from vivace.train.data import Rows, pairs_of, pieces_of
 from vivace.train.optim import OptimiserConfig
 from vivace.train.report import Report
 
@@ -146,6 +147,28 @@ def test_gradient_of_entries_is_that_of_the_weights(has_scales: bool) -> None:
     assert part.trained.grad is not None
     assert leaf.grad is not None
     assert torch.allclose(part.trained.grad, leaf.grad, rtol=1e-5, atol=1e-4)
+
+
+def test_plain_text_is_learnt_from(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pieces hold all of it, end between words, and begin with no template; who needs questions refuses it."""
+    text = " ".join(WORDS * 80)
+    pieces = pieces_of(text)
+    assert "".join(answer for piece in pieces for answer in piece.references) == text
+    assert all(len(piece.references[0]) <= 600 for piece in pieces)
+    assert all(text.startswith(answer) for piece in pieces[:1] for answer in piece.references)
+    tokenizer = vivace.load(base, kernels="torch").tokenizer
+    [row] = Rows(tokenizer, 4096).encode(pairs_of(pieces_of("the cat sat")))
+    assert row.tokens == tuple(tokenizer.encode("the cat sat"))
+    assert row.num_prompt == 1
+    place = tmp_path / "text.txt"
+    place.write_text(text)
+    words = ["train", "palette", "--model", base, "--data", place, "--out", tmp_path / "out", "bits=2"]
+    settings = ["loop.steps=1", "loop.warmup_steps=0", "held_back=1", "longest=400", "calibration_tokens=256"]
+    assert run([*map(str, words), *settings, "--quiet"]) == 0
+    capsys.readouterr()
+    words = ["train", "multirate", "--model", base, "--data", place, "--out", tmp_path / "other"]
+    assert run([*map(str, words)]) == 2
+    assert "plain text, in which nothing is asked" in capsys.readouterr().err
 
 
 def test_it_begins_at_a_folder(base: Path, tmp_path: Path) -> None:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from vivace.recipes.frozen import FrozenRecipe
 
 
+TEXT_LEARNERS = ("palette", "recover", "lora")
+"""Kinds of training that learn from text in which nothing is asked."""
+
+
 def train_beside_model(values: Mapping[str, Any], changes: Sequence[str], flags: TrainFlags) -> None:
     """Train weights beside a model, or say what that would need, and print the result.
 
@@ -36,7 +40,8 @@ def train_beside_model(values: Mapping[str, Any], changes: Sequence[str], flags:
     _check_lora(values, flags)
     recipe, answers = _with_text(values, changes, flags)
     out = _place(recipe, flags)
-    prompts = flags.prompts(are_answered=bool(recipe.own_tokens))
+    takes_text = recipe.kind in TEXT_LEARNERS and not recipe.regenerate
+    prompts = flags.prompts(are_answered=bool(recipe.own_tokens), takes_text=takes_text)
     store = options.StoreFlags(flags.memory, flags.reader)
     if flags.is_dry:
         text = TextToLearn.of(recipe, prompts, answers)

@@ -11,10 +11,14 @@ import typer
 from vivace.cli import options
 from vivace.cli.console import console
 from vivace.errors import ConfigError
-from vivace.prompts import Prompt, load_prompts
+from vivace.prompts import Prompt, load_prompts, load_text
 
 if TYPE_CHECKING:
     from vivace.train.report import Report
+
+
+TEXT = ".txt"
+"""Ending of files of plain text."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,11 @@ class TrainFlags:
     """Flags of every kind of training; ``grouped`` makes one flag of each field."""
 
     data: Annotated[
-        list[Path] | None, typer.Option(help="A prompt file with references, repeatable.", metavar="FILE")
+        list[Path] | None,
+        typer.Option(
+            help="A prompt file with references; palette, recover and lora take plain text (.txt), too; repeatable.",
+            metavar="FILE",
+        ),
     ] = None
     answers: Annotated[
         Path | None,
@@ -80,21 +88,30 @@ class TrainFlags:
             recovery=False,
         )
 
-    def prompts(self, *, are_answered: bool = False) -> list[Prompt]:
+    def prompts(self, *, are_answered: bool = False, takes_text: bool = False) -> list[Prompt]:
         """Read the rows of all prompt files.
 
         Args:
             are_answered: whether the model answers them before it learns. Of conversations only the question is needed
                 then; otherwise they must have turns to learn from.
+            takes_text: whether plain text (.txt) is learnt from as well, in pieces.
 
         Raises:
             NotFoundError: there is no such file.
-            ConfigError: a row cannot be learnt from.
+            ConfigError: a row, or plain text, cannot be learnt from.
+            CorruptError: a file is no text.
         """
-        from vivace.train.data import check_questions, check_turns
+        from vivace.train.data import check_questions, check_turns, pieces_of
 
-        check = check_questions if are_answered else check_turns
-        return [row for path in self.data or () for row in load_prompts(path, check=check)]
+        rows, check = list[Prompt](), check_questions if are_answered else check_turns
+        for path in self.data or ():
+            if path.suffix != TEXT:
+                rows += load_prompts(path, check=check)
+            elif takes_text and not are_answered:
+                rows += pieces_of(load_text(path))
+            else:
+                raise ConfigError(f"{path} is plain text, in which nothing is asked; give prompts (.jsonl)")
+        return rows
 
     def folder(self, kind: str) -> Path:
         """Return where the result goes: ``--out``, or the place in the model's folder where ``--method`` looks for it.

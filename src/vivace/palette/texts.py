@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.tokenizer import Tokenizer
-from vivace.errors import ConfigError, CorruptError, NotFoundError
-from vivace.prompts import load_prompts
+from vivace.errors import ConfigError
+from vivace.prompts import load_prompts, load_text
 from vivace.train.data import Row, Rows, TokenBatch, collate, grouped, pairs_of
 
 LEAST_ROWS = 8
@@ -71,19 +71,13 @@ def real_rows(batch: TokenBatch) -> Tensor:
 
 
 def _rows_of(path: Path, tokenizer: Tokenizer, longest: int) -> list[Row]:
-    if not path.is_file():
-        raise NotFoundError(f"there is no file {path}")
     if path.suffix == ".jsonl":
         prompts = load_prompts(path)
         asked = [prompt for prompt in prompts if not prompt.references]
         known = [prompt for prompt in prompts if prompt.references]
         rows = [Row(tuple(tokenizer.encode_prompt(prompt.request)[:longest]), 1) for prompt in asked]
         return rows + (Rows(tokenizer, longest, cuts=True).encode(pairs_of(known)) if known else [])
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CorruptError(f"{path} is not UTF-8 text ({error.reason}); give prompts (.jsonl) or plain text") from error
-    tokens = tokenizer.encode(text, special=False)
+    tokens = tokenizer.encode(load_text(path), special=False)
     return [Row(tuple(tokens[at : at + longest]), 1) for at in range(0, len(tokens) - 1, longest)]
 
 

@@ -4,6 +4,26 @@
 ``chat.jsonl`` was written by hand.
 """
 
-from vivace.prompts.records import PACKAGED, TASKS, Asked, Message, Prompt, load_prompts, packaged_prompts, save_prompts
+from vivace.prompts.records import (
+    PACKAGED,
+    TASKS,
+    Asked,
+    Message,
+    Prompt,
+    load_prompts,
+    load_text,
+    packaged_prompts,
+    save_prompts,
+)
 
-__all__ = ["PACKAGED", "TASKS", "Asked", "Message", "Prompt", "load_prompts", "packaged_prompts", "save_prompts"]
+__all__ = [
+    "PACKAGED",
+    "TASKS",
+    "Asked",
+    "Message",
+    "Prompt",
+    "load_prompts",
+    "load_text",
+    "packaged_prompts",
+    "save_prompts",
+]

@@ -87,6 +87,24 @@ def load_prompts(path: str | Path, *, check: Callable[[Prompt], None] | None = N
     return prompts
 
 
+def load_text(path: str | Path) -> str:
+    """Return a file of plain text.
+
+    Raises:
+        NotFoundError: there is no such file.
+        CorruptError: it is not UTF-8 text.
+    """
+    source = Path(path)
+    if not source.is_file():
+        raise NotFoundError(f"there is no file {source}")
+    try:
+        return source.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptError(
+            f"{source} is not UTF-8 text ({error.reason}); give prompts (.jsonl) or plain text"
+        ) from error
+
+
 def save_prompts(path: str | Path, prompts: Iterable[Prompt]) -> int:
     """Write a prompt file completely, or leave the previous one as it was.
 

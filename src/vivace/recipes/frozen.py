@@ -27,7 +27,18 @@ from vivace.recipes.own_text import Budget, own_text, written_before
 from vivace.recipes.regenerate import as_it_decodes, regenerated
 from vivace.train.batches import DataSplit
 from vivace.train.config import LoopConfig
-from vivace.train.data import Batches, DecoderObjective, Row, Rows, TokenBatch, asked, pairs_of, questions_of, texts_of
+from vivace.train.data import (
+    Batches,
+    DecoderObjective,
+    Row,
+    Rows,
+    TokenBatch,
+    Untold,
+    asked,
+    pairs_of,
+    questions_of,
+    texts_of,
+)
 from vivace.train.memory import MemoryEstimate, estimate_memory, require_memory
 from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Report
@@ -250,11 +261,12 @@ class TrainContext:
 
     def timed(self, saved: SavedTraining) -> list[Run]:
         """Time plain decoding and the trained method on held-back prompts, with the kernels that decode; return nothing
-        for what no method drafts with.
+        for what no method drafts with, and where nothing is asked.
         """
-        if saved.method is None or saved.load is None:
+        measured = [prompt for prompt, _ in self.held_back if not isinstance(prompt, Untold)][:NUM_MEASURED]
+        if saved.method is None or saved.load is None or not measured:
             return []
-        measured, ready = [prompt for prompt, _ in self.held_back[:NUM_MEASURED]], saved.load()
+        ready = saved.load()
         encode = self.engine.tokenizer.encode_prompt
         questions = [BenchmarkPrompt(prompt, tuple(encode(prompt))) for prompt in map(asked, measured)]
         systems = [

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,6 +94,20 @@ class Turns(str):
 
 class Unended(str):
     """An answer that was cut before its end, so that no end-of-text token follows it."""
+
+
+class Untold(str):
+    """The empty prompt of a piece of plain text, which no template wraps."""
+
+
+PIECE = 600
+"""Most characters of a piece of plain text."""
+
+
+def pieces_of(text: str) -> list[Prompt]:
+    """Divide plain text, where it has spaces, into pieces that are learnt from as they are."""
+    pieces = re.findall(rf".{{1,{PIECE}}}\Z|.{{1,{PIECE - 1}}}\s|.{{{PIECE}}}", text, re.DOTALL)
+    return [Prompt(Untold(), (Unended(piece),)) for piece in pieces if piece.strip()]
 
 
 def asked(prompt: str) -> str | list[Message]:
@@ -271,7 +286,7 @@ class Rows:
     ) -> None:
         """Set the tokenizer, the length limit and the device that batches are made for (None is the CPU).
 
-        Rows beyond the limit are left out, or end there if ``cuts``.
+        Rows beyond the limit are left out, or end there if ``cuts`` or where all rows are plain text.
 
         Raises:
             ConfigError: the tokenizer has no end-of-text token, which rows end with.
@@ -295,8 +310,8 @@ class Rows:
         prompts = tokenizer.inner(given, add_special_tokens=not tokenizer.has_template)["input_ids"]
         answers = tokenizer.inner([answer for _, answer in pairs], add_special_tokens=False)["input_ids"]
         ends = [() if isinstance(answer, Unended) else (self._end,) for _, answer in pairs]
-        rows = [Row((*p, *a, *end), len(p)) for p, a, end in zip(prompts, answers, ends, strict=True)]
-        if self._cuts:
+        rows = [Row((*p, *a, *end), max(1, len(p))) for p, a, end in zip(prompts, answers, ends, strict=True)]
+        if self._cuts or all(isinstance(prompt, Untold) for prompt, _ in pairs):
             rows = [Row(row.tokens[: self._longest], row.num_prompt) for row in rows if row.num_prompt < self._longest]
         kept = [row for row in rows if len(row.tokens) <= self._longest]
         if rows and not kept:
@@ -319,7 +334,7 @@ class Rows:
     def _template(self, prompt: str) -> str:
         if isinstance(prompt, Turns):
             return self._tokenizer.prompt_text(prompt.messages)
-        if not self._tokenizer.has_template:
+        if not self._tokenizer.has_template or isinstance(prompt, Untold):
             return prompt
         return self._tokenizer.prompt_text([{"role": "user", "content": prompt}])
 
