@@ -32,6 +32,7 @@ RECIPE = PaletteRecipe(
     loop=LoopConfig(steps=16, warmup_steps=1, evaluate_steps=8, snapshot_s=0),
     optimiser=OptimiserConfig(adamw_rate=0.05),
     bits=2,
+    trains="codes",
     held_back=4,
     longest=96,
     tokens_per_batch=256,

@@ -29,20 +29,25 @@ class TrainedEntries(nn.Module):
         self.bias: Tensor | None
         self.register_buffer("bias", bias, persistent=False)
         self.begun = codes
+        self.integers: Tensor | None = None
         first = codes.entries if codes.scales is None else codes.scales
         self.trained = nn.Parameter(first.float().clone())
         self.unit = spacing_of(codes)
         if codes.scales is not None:
+            self.integers = PaletteCodes(codes.codes, codes.entries.float()).dense(torch.int8)
             # A scale moves its weights in proportion to their entries.
             size = float(codes.entries.float().square().mean().sqrt())
             self.unit *= float(codes.scales.float().abs().mean()) / max(size, 1e-12)
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """Project rows, (T, in) -> (T, out), and add ``add`` (T, out) if it is given."""
-        if torch.is_grad_enabled():
-            weight: Tensor = _Decoded.apply(self.trained, self.begun)  # type: ignore[no-untyped-call]
-        else:
+        weight: Tensor
+        if not torch.is_grad_enabled():
             weight = self.codes().dense()
+        elif self.integers is None:
+            weight = _Chosen.apply(self.trained, self.begun.codes)  # type: ignore[no-untyped-call]
+        else:
+            weight = _Scaled.apply(self.trained, self.integers)  # type: ignore[no-untyped-call]
         y = F.linear(x, weight, self.bias)
         return y if add is None else add + y
 
@@ -58,31 +63,41 @@ class TrainedEntries(nn.Module):
         """Do nothing: all is in the parameters."""
 
 
-class _Decoded(torch.autograd.Function):
-    """Weights (out, in) of codes, given their scales (out, groups) or their entries (tiles, 2^bits); keeps nothing."""
+class _Scaled(torch.autograd.Function):
+    """Integers (out, in) times scales (out, groups), of which only the scales have gradients; nothing else is kept."""
 
     @staticmethod
-    def forward(ctx: Any, trained: Tensor, begun: PaletteCodes) -> Tensor:
-        """Return the weights."""
-        ctx.begun = begun
-        if begun.scales is None:
-            return PaletteCodes(begun.codes, trained).dense()
-        return PaletteCodes(begun.codes, begun.entries, trained).dense()
+    def forward(ctx: Any, scales: Tensor, integers: Tensor) -> Tensor:
+        """Return the weights (out, in)."""
+        ctx.integers = integers
+        return integers.float().mul_(scales.repeat_interleave(GROUP, 1)[:, : integers.shape[1]])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, given: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of what is trained."""
-        begun = ctx.begun
-        if begun.scales is not None:
-            products = given * PaletteCodes(begun.codes, begun.entries.float()).dense()
-            padded = F.pad(products, (0, -products.shape[1] % GROUP))
-            return padded.view(len(padded), -1, GROUP).sum(2), None
-        tiles, entries = begun.entries.shape
+        """Return the gradient of the scales."""
+        products = ctx.integers.float().mul_(given)
+        padded = F.pad(products, (0, -products.shape[1] % GROUP))
+        return padded.view(len(padded), -1, GROUP).sum(2), None
+
+
+class _Chosen(torch.autograd.Function):
+    """Entries (tiles, 2^bits) that codes (out, in) choose; nothing but the codes is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, entries: Tensor, codes: Tensor) -> Tensor:
+        """Return the weights (out, in)."""
+        ctx.codes, ctx.shape = codes, entries.shape
+        return PaletteCodes(codes, entries).dense()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of the entries."""
+        tiles, count = ctx.shape
         missing = (0, 0, 0, -len(given) % LANES)
-        places = F.pad(begun.codes, missing).view(tiles, -1)
-        values = F.pad(given, missing).view(tiles, -1)
-        sums = [torch.where(places == entry, values, 0.0).sum(1) for entry in range(entries)]
+        places, values = (F.pad(each, missing).view(tiles, -1) for each in (ctx.codes, given))
+        sums = [torch.where(places == entry, values, 0.0).sum(1) for entry in range(count)]
         return torch.stack(sums, 1), None
 
 

@@ -33,14 +33,14 @@ class PaletteRecipe(FrozenRecipe):
     """How to train palettes."""
 
     kind: Literal["palette"] = "palette"
-    loop: LoopConfig = field(default_factory=lambda: LoopConfig(steps=300, warmup_steps=10))
-    optimiser: OptimiserConfig = field(default_factory=lambda: OptimiserConfig(adamw_rate=0.02))
+    loop: LoopConfig = field(default_factory=lambda: LoopConfig(steps=100, warmup_steps=5))
+    optimiser: OptimiserConfig = field(default_factory=lambda: OptimiserConfig(adamw_rate=0.008))
     """Rates are shares of the mean distance of neighbouring entries."""
     bits: int = 3
     """Bits of a code in every matrix of the layers."""
-    trains: Literal["codes", "entries"] = "codes"
-    """What is trained: the weights, and with them codes and entries, by clustering; or only what the codes stand for,
-    scales where there are any and entries elsewhere, which is little and learns from little text."""
+    trains: Literal["codes", "entries"] = "entries"
+    """What is trained: what the codes stand for, scales where there are any and entries elsewhere, which is little and
+    learns from little text; or the weights, and with them codes and entries, by clustering (eDKM)."""
     has_scales: bool = True
     """Whether entries are integers with scales, or bfloat16."""
     rounds_ends: bool = True
