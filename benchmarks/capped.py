@@ -28,6 +28,7 @@ from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.evaluate.provenance import provenance
+from vivace.files import write_text
 from vivace.kernels.choice import choose
 from vivace.storage.loading import load_stored
 from vivace.units import format_bytes
@@ -177,7 +178,7 @@ def main() -> None:
         return
     whole = (given.folder / "bf16" / "weights.store").stat().st_size
     limit = int(whole * given.share)
-    rows = {name: run(given.folder, name, limit, given.tokens) for name in ("bf16", "int8", "q4", "llama.cpp")}
+    rows: dict[str, Any] = {}
     facts = {"model": given.name, "model_bytes": whole, "limit_bytes": limit, "tokens": given.tokens}
     report = {
         "provenance": asdict(provenance(torch.device("cpu"))),
@@ -185,12 +186,11 @@ def main() -> None:
         **facts,
         "rows": rows,
     }
-    if given.json is not None:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        print(tables(given.json))
-    else:
-        print(json.dumps(report["rows"], indent=1))
+    for name in ("bf16", "int8", "q4", "llama.cpp"):
+        rows[name] = run(given.folder, name, limit, given.tokens)
+        if given.json is not None:  # after every row, so that a run that is cut keeps those it has
+            write_text(given.json, json.dumps(report, indent=2) + "\n")
+    print(json.dumps(rows, indent=1) if given.json is None else tables(given.json))
 
 
 if __name__ == "__main__":
