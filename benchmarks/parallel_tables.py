@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +235,7 @@ def simulated(folder: Path) -> str:
         [
             "**Simulated**, from coefficients that a bench measured at its start, beside its times:",
             table(("link", "tokens", "way", "simulated, s", "measured, s", "off"), compared),
+            _how_far(found["compared"]),
             "**Simulated**: more ranks of that machine, a prompt of 8,184 tokens:",
             table(("link", "ranks", *ways), more),
             "**Simulated**: sequence over runahead on A100s, by how many times its multiplications attention costs, "
@@ -242,3 +243,10 @@ def simulated(folder: Path) -> str:
             table(("model", "ranks", "tokens", "link", "attention", "simulated", "paper"), papers),
         ]
     )
+
+
+def _how_far(compared: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many simulated times are within a tenth of the measured ones, and the largest difference."""
+    off = [abs(row["simulated_s"] / row["measured_s"] - 1) for row in compared]
+    near = sum(each <= 0.1 for each in off)
+    return f"{near} of {len(off)} are within 10 %, and none is further off than {max(off):.0%}."
