@@ -78,7 +78,7 @@ class PaletteCodes:
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weights (out, in), each rounded once."""
         out, width = self.shape
-        values = torch.empty(out, width, dtype=dtype)
+        values = torch.empty(out, width, dtype=dtype, device=self.codes.device)
         step = max(1, AT_ONCE // (width * LANES)) * LANES
         for first in range(0, out, step):
             part = self.rows(first, min(first + step, out))

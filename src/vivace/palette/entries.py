@@ -27,14 +27,18 @@ class TrainedEntries(nn.Module):
         """Begin at codes; ``bias`` is (out,) or None."""
         super().__init__()
         self.bias: Tensor | None
-        self.register_buffer("bias", bias, persistent=False)
-        self.begun = codes
-        self.integers: Tensor | None = None
+        self.integers: Tensor | None
+        self.places: Tensor
+        self.entries: Tensor
+        has_scales = codes.scales is not None
+        chosen = PaletteCodes(codes.codes, codes.entries.float()).dense(torch.int8) if has_scales else None
+        buffers = {"bias": bias, "places": codes.codes, "entries": codes.entries, "integers": chosen}
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=False)
         first = codes.entries if codes.scales is None else codes.scales
         self.trained = nn.Parameter(first.float().clone())
         self.unit = spacing_of(codes)
         if codes.scales is not None:
-            self.integers = PaletteCodes(codes.codes, codes.entries.float()).dense(torch.int8)
             # A scale moves its weights in proportion to their entries.
             size = float(codes.entries.float().square().mean().sqrt())
             self.unit *= float(codes.scales.float().abs().mean()) / max(size, 1e-12)
@@ -45,7 +49,7 @@ class TrainedEntries(nn.Module):
         if not torch.is_grad_enabled():
             weight = self.codes().dense()
         elif self.integers is None:
-            weight = _Chosen.apply(self.trained, self.begun.codes)  # type: ignore[no-untyped-call]
+            weight = _Chosen.apply(self.trained, self.places)  # type: ignore[no-untyped-call]
         else:
             weight = _Scaled.apply(self.trained, self.integers)  # type: ignore[no-untyped-call]
         y = F.linear(x, weight, self.bias)
@@ -55,9 +59,9 @@ class TrainedEntries(nn.Module):
     def codes(self) -> PaletteCodes:
         """Return the codes with entries and scales as they are stored."""
         stored = self.trained.detach().bfloat16()
-        if self.begun.scales is not None:
-            return PaletteCodes(self.begun.codes, self.begun.entries, stored)
-        return PaletteCodes(self.begun.codes, stored)
+        if self.integers is not None:
+            return PaletteCodes(self.places, self.entries, stored)
+        return PaletteCodes(self.places, stored)
 
     def settle(self) -> None:
         """Do nothing: all is in the parameters."""
