@@ -6,13 +6,12 @@ a pass reads the weights and writes one number for each. Sums over weights are f
 
 from __future__ import annotations
 
-import ctypes
 from ctypes import byref
 
 import torch
 from torch import Tensor
 
-from vivace.kernels.library import CClustering, found_library, runnable
+from vivace.kernels.library import CClustering, body_of, found_library, runnable
 from vivace.kernels.threads import num_threads
 
 ENTRIES = (4, 8, 16)
@@ -70,8 +69,3 @@ def _call(
     addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     call = CClustering(*addresses, *weights.shape, each.shape[2], len(totals))
     library.vivace_cluster(body_of(library), num_threads(), byref(call))
-
-
-def body_of(library: ctypes.CDLL) -> int:
-    """Return the index of the kernels that cluster here."""
-    return 1 if "avx512" in runnable(library) else 0

@@ -383,3 +383,8 @@ def runnable(library: ctypes.CDLL) -> frozenset[str]:
     """Return the names of the kernels that this processor and its operating system can run."""
     bits = library.vivace_features()
     return frozenset(name for name, bit in FEATURES.items() if bits & bit)
+
+
+def body_of(library: ctypes.CDLL) -> int:
+    """Return the index of the kernels that this processor runs for what AMX has no part in."""
+    return BODIES["avx512" if "avx512" in runnable(library) else "avx2"]

@@ -35,7 +35,7 @@ from vivace.kernels import exact, palette
 from vivace.kernels.exact import Exact, pack_exact
 from vivace.kernels.grid_codes import INPUTS, GridCodes
 from vivace.kernels.library import GROUP as GROUP
-from vivace.kernels.library import LANES, CQuantised, found_library, runnable
+from vivace.kernels.library import LANES, CQuantised, body_of, found_library, runnable
 from vivace.kernels.palette import IntPalette, Palette
 from vivace.kernels.threads import num_threads
 
@@ -234,9 +234,9 @@ def _round_q4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes (n, in) uint8 and scales (n, groups) bfloat16."""
     weight = weight.bfloat16()
     library = found_library()
-    if library is None or not (bodies := runnable(library)):
+    if library is None or not runnable(library):
         return search_q4(weight)
-    return native_q4(library, 1 if "avx512" in bodies else 0, weight)
+    return native_q4(library, body_of(library), weight)
 
 
 def native_q4(library: ctypes.CDLL, body: int, weight: Tensor) -> tuple[Tensor, Tensor]:
