@@ -161,6 +161,8 @@ def test_plain_text_is_learnt_from(base: Path, tmp_path: Path, capsys: pytest.Ca
     [row] = Rows(tokenizer, 4096).encode(pairs_of(pieces_of("the cat sat")))
     assert row.tokens == tuple(tokenizer.encode("the cat sat"))
     assert row.num_prompt == 1
+    mixed = Rows(tokenizer, 40).encode([*pairs_of(pieces), ("a question", "too long an answer " * 9)])
+    assert [len(row.tokens) for row in mixed] == [40] * len(pieces), "pieces end there, and answers are left out"
     place = tmp_path / "text.txt"
     place.write_text(text)
     words = ["train", "palette", "--model", base, "--data", place, "--out", tmp_path / "out", "bits=2"]

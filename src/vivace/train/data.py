@@ -286,7 +286,7 @@ class Rows:
     ) -> None:
         """Set the tokenizer, the length limit and the device that batches are made for (None is the CPU).
 
-        Rows beyond the limit are left out, or end there if ``cuts`` or where all rows are plain text.
+        Rows beyond the limit are left out, or end there if ``cuts``, as pieces of plain text always do.
 
         Raises:
             ConfigError: the tokenizer has no end-of-text token, which rows end with.
@@ -311,8 +311,11 @@ class Rows:
         answers = tokenizer.inner([answer for _, answer in pairs], add_special_tokens=False)["input_ids"]
         ends = [() if isinstance(answer, Unended) else (self._end,) for _, answer in pairs]
         rows = [Row((*p, *a, *end), max(1, len(p))) for p, a, end in zip(prompts, answers, ends, strict=True)]
-        if self._cuts or all(isinstance(prompt, Untold) for prompt, _ in pairs):
-            rows = [Row(row.tokens[: self._longest], row.num_prompt) for row in rows if row.num_prompt < self._longest]
+        rows = [
+            Row(row.tokens[: self._longest], row.num_prompt) if self._cuts or isinstance(prompt, Untold) else row
+            for row, (prompt, _) in zip(rows, pairs, strict=True)
+            if row.num_prompt < self._longest or not self._cuts
+        ]
         kept = [row for row in rows if len(row.tokens) <= self._longest]
         if rows and not kept:
             shortest = min(len(row.tokens) for row in rows)
