@@ -104,6 +104,36 @@ def test_attention(body: NativeBody, shape: tuple[int, int, int], softcap: float
         assert torch.equal(scattered[0], together[row]), f"row {row} as a tree node"
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 48), (8, 1, 32), (4, 1, 256), (6, 2, 40), (2, 1, 260)], ids=str)
+def test_attention_of_a_prompt(
+    body: NativeBody, shape: tuple[int, int, int], softcap: float | None, dtype: torch.dtype
+) -> None:
+    """Rows that follow each other, so many that a block of entries is laid out once for many query heads."""
+    if body.of(dtype) is None:
+        pytest.skip(f"the {body.name} kernels have no {dtype}")
+    body = body.of(dtype) or body
+    first, rows, entries = 90, 131, 256
+    keys, values, q = cancelling_attention(rows, shape, entries, dtype)
+    keys, values = keys[:1].clone(), values[:1].clone()
+    values[:, :, first + rows - 1 :] = torch.inf  # only the last row reads the first of these, no row the others
+    keys[:, :, first + rows :] = torch.nan
+    stored, slot, seen = in_blocks(keys, values), torch.zeros(rows, dtype=torch.int64), first + 1 + torch.arange(rows)
+    how = {"window": None, "scale": shape[2] ** -0.5, "softcap": softcap}
+    torch.set_num_threads(2)
+    together = body.attend_rows(q, *stored, slot, seen, None, **how)
+    assert together[:-1].isfinite().all()
+    assert not together[-1].isfinite().any()
+    torch.set_num_threads(1)
+    for row in (0, 1, 15, 16, 37, 38, 101, 127, 128, 129, 130):
+        own = slice(row, row + 1)
+        alone = body.attend_rows(q[own], *stored, slot[own], seen[own], None, **how)
+        assert alone.equal(together[own]) or row == rows - 1, f"row {row}"
+    few = body.attend_rows(q[60:66], *stored, slot[60:66], seen[60:66], None, **how)
+    assert few.equal(together[60:66])
+
+
 def work(body: NativeBody) -> Tensor:
     x, weight = cancelling(5, 256, 2048, BF16)
     return body.linear(Matrix(pack(weight), None, 256, 2048), x)

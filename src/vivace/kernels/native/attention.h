@@ -4,14 +4,13 @@
 // 2018, arXiv:1805.02867), counted from the first entry that the row reads, so that a row's sums are grouped the same
 // way wherever its entries are stored.
 #pragma once
+#include "attention_wide.h"
 #include "entries.h"
-#include "linear.h"
 
 namespace {
 
-constexpr int64_t ENTRIES = 64;     // ordinals of a block
-constexpr int64_t MAX_TILED = 256;  // widest head whose keys are arranged in tiles: 32 KiB for a block
 constexpr int64_t MAX_GROUP = 128;  // most query heads per key/value head; core/cpu gives others to PyTorch
+constexpr int64_t MAX_HEADS = WIDENS ? 48 : MAX_ROWS;  // query heads that read a block together
 
 // A block of entries that several rows read. Their keys are also arranged as the tiles of a matrix whose outputs are
 // the entries, so that scores are computed by the kernels of projections.
@@ -20,7 +19,9 @@ struct Block {
     int64_t slot = -1, first = -1, stored = 0;  // what is loaded: slot, first ordinal, entries that are no tail
     int64_t place = -1;  // where the first of them is stored if the others lie behind it, in one block of the cache
     alignas(64) bf16 tiles[ENTRIES * MAX_TILED];
-    alignas(64) bf16 wide[2][ENTRIES * MAX_TILED];  // keys and values whose entries have eight bits
+    alignas(64) bf16 decoded[2][ENTRIES * MAX_TILED];  // keys and values whose entries have eight bits
+    bool is_widened = false;
+    WideBlock wide;  // the same in float32, where so many heads read the block that it pays
 
     // Whether ordinals from..from+count-1 of a row are loaded; never where the row's tail reaches into them. Slots that
     // share a block of the cache share what is loaded of it.
@@ -35,13 +36,13 @@ struct Block {
         const bool is_straight = a.index == nullptr && here == count && a.places.within(from) + count <= a.places.block;
         const bf16* const keys = a.keys + kv * a.places.capacity * a.width;
         const bf16* const values = a.values + kv * a.places.capacity * a.width;
-        slot = a.slot[row], first = from, stored = here, place = -1;
+        slot = a.slot[row], first = from, stored = here, place = -1, is_widened = false;
         if (a.places.key_scales != nullptr) {
             if (is_straight) place = a.places.of(slot, from);
             for (int64_t j = 0; j < count; ++j) {
                 const int64_t entry = a.entry(row, from + j, seen);
                 const int64_t at = kv * a.places.capacity + (place >= 0 ? place + j : a.places.of(slot, entry));
-                bf16 *key = wide[0] + j * a.width, *value = wide[1] + j * a.width;
+                bf16 *key = decoded[0] + j * a.width, *value = decoded[1] + j * a.width;
                 widen_entry((const int8_t*)a.keys + at * a.width, a.places.key_scales[at], key, a.width);
                 widen_entry((const int8_t*)a.values + at * a.width, a.places.value_scales[at], value, a.width);
                 k[j] = key, v[j] = value;
@@ -61,6 +62,11 @@ struct Block {
 
     static bool is_tiled(int64_t width) { return width % 2 == 0 && width <= MAX_TILED; }
 
+    void widen(int64_t count, int64_t width) {
+        if (!is_widened) wide.hold(tiles, v, count, width);
+        is_widened = true;
+    }
+
     void lay(int64_t count, int64_t width) {
         for (int64_t j = 0; j < count; j += LANES) {
             const bf16* rows[LANES];
@@ -73,14 +79,14 @@ struct Block {
 // Query heads that read a block together, of several rows where these read the same entries.
 struct Queries {
     int64_t heads = 0, common = ENTRIES;  // number of heads, and of leading entries that all of them read
-    const bf16* q[MAX_ROWS];
-    float* sums[MAX_ROWS];
-    float* highest[MAX_ROWS];
-    float* total[MAX_ROWS];
-    int64_t count[MAX_ROWS];
-    const float* bias[MAX_ROWS];
-    int64_t distance[MAX_ROWS];  // from the row back to the first entry of the block
-    float scores[MAX_ROWS * ENTRIES], keep[MAX_ROWS];
+    const bf16* q[MAX_HEADS];
+    float* sums[MAX_HEADS];
+    float* highest[MAX_HEADS];
+    float* total[MAX_HEADS];
+    int64_t count[MAX_HEADS];
+    const float* bias[MAX_HEADS];
+    int64_t distance[MAX_HEADS];  // from the row back to the first entry of the block
+    float scores[MAX_HEADS * ENTRIES], keep[MAX_HEADS];
 
     void add(const bf16* query, float* sum, float* high, float* all, int64_t seen, const float* lean, int64_t back) {
         q[heads] = query, sums[heads] = sum, highest[heads] = high, total[heads] = all, count[heads] = seen;
@@ -88,31 +94,55 @@ struct Queries {
         common = seen < common ? seen : common;
         ++heads;
     }
+    // Whether heads and width are such that the block is widened for them.
+    bool are_wide(int64_t width) const { return WIDENS && heads > MAX_ROWS && width % LANES == 0 && width <= MAX_TILED; }
 };
 
-// scores[h][j] = scale q[h].k[j]
-inline void score(const Block& b, TileUnit& unit, Queries& to, int64_t count, int64_t width, float scale) {
+// scores[h][j] = scale q[h].k[j] for heads `from` and following, at most MAX_ROWS of them.
+inline void score_some(const Block& b, TileUnit& unit, Queries& to, int64_t from, int64_t heads, int64_t count,
+                       int64_t width, float scale) {
+    float* const scores = to.scores + from * ENTRIES;
     if (!Block::is_tiled(width)) {
         for (int64_t j = 0; j < count; j += 4) {
             const bf16* four[4];
             for (int64_t i = 0; i < 4; ++i) four[i] = b.k[j + i < count ? j + i : j];
-            for (int64_t h = 0; h < to.heads; ++h)
-                dot_block<1>(four, to.q[h], width, width, to.scores + h * ENTRIES + j);
+            for (int64_t h = 0; h < heads; ++h)
+                dot_block<1>(four, to.q[from + h], width, width, scores + h * ENTRIES + j);
         }
-        for (int64_t j = 0; j < to.heads * ENTRIES; ++j) to.scores[j] *= scale;
+        for (int64_t j = 0; j < heads * ENTRIES; ++j) scores[j] *= scale;
         return;
     }
     alignas(64) bf16 q[MAX_ROWS * MAX_TILED];
-    for (int64_t h = 0; h < to.heads; ++h) __builtin_memcpy(q + h * width, to.q[h], width * sizeof(bf16));
+    for (int64_t h = 0; h < heads; ++h) __builtin_memcpy(q + h * width, to.q[from + h], width * sizeof(bf16));
     float sums[ENTRIES * MAX_ROWS];
     const Matrix keys{b.tiles, nullptr, width, ENTRIES, TILES, nullptr, nullptr};
     const int64_t num_tiles = (count + LANES - 1) / LANES;
-    sum_group(unit, keys, 0, (int)num_tiles, q, width, to.heads, sums);
+    const int some = count_in_tiles(keys, 0, (int)num_tiles, heads), rest = (int)num_tiles - some;
+    if (some > 0) sum_in_tiles(unit, keys, 0, some, q, width, heads, sums);
+    if (rest > 0) sum_number_tiles<bf16, false>(keys, some, rest, q, width, heads, sums + some * heads * LANES);
     for (int64_t t = 0; t < num_tiles; ++t)
-        for (int64_t h = 0; h < to.heads; ++h)
+        for (int64_t h = 0; h < heads; ++h)
             for (int64_t i = 0; i < LANES; i += WIDTH)
-                store(to.scores + h * ENTRIES + t * LANES + i,
-                      mul(load(sums + (t * to.heads + h) * LANES + i), broadcast(scale)));
+                store(scores + h * ENTRIES + t * LANES + i,
+                      mul(load(sums + (t * heads + h) * LANES + i), broadcast(scale)));
+}
+
+// The scores of all heads, from the block as it lies or in float32.
+inline void score(Block& block, TileUnit& unit, Queries& to, int64_t count, int64_t width, float scale) {
+    if (!to.are_wide(width)) {
+        for (int64_t h = 0; h < to.heads; h += MAX_ROWS)
+            score_some(block, unit, to, h, to.heads - h < MAX_ROWS ? to.heads - h : MAX_ROWS, count, width, scale);
+        return;
+    }
+    block.widen(count, width);
+    alignas(64) float numbers[MAX_HEADS * MAX_TILED];
+    const float* q[MAX_HEADS];
+    for (int64_t h = 0; h < to.heads; ++h) {
+        float* const row = numbers + h * width;
+        for (int64_t i = 0; i < width; i += WIDTH) store(row + i, load(to.q[h] + i));
+        q[h] = row;
+    }
+    block.wide.score(q, to.heads, count, width, scale, to.scores, ENTRIES);
 }
 
 // sums = sums * keep + weights . values, for PARTS vectors of HEADS heads. acc holds HEADS x PARTS registers over all
@@ -201,7 +231,7 @@ inline float soften(float* scores, int64_t count, float softcap, float* highest,
 
 // Adds a block to the sums of some query heads. Entries that only some of them read come last, for these heads alone:
 // an entry that a row does not read must not enter its sums even with weight zero, since it could be infinite.
-void read(const Block& block, TileUnit& unit, Queries& queries, int64_t count, const Attention& a) {
+void read(Block& block, TileUnit& unit, Queries& queries, int64_t count, const Attention& a) {
     score(block, unit, queries, count, a.width, a.scale);
     for (int64_t h = 0; a.bias != nullptr && h < queries.heads; ++h)
         for (int64_t j = 0; j < queries.count[h]; ++j) {
@@ -211,7 +241,13 @@ void read(const Block& block, TileUnit& unit, Queries& queries, int64_t count, c
     for (int64_t h = 0; h < queries.heads; ++h)
         queries.keep[h] = soften(queries.scores + h * ENTRIES, queries.count[h], a.softcap, queries.highest[h],
                                  queries.total[h]);
-    mix(queries, 0, queries.heads, queries.keep, block.v, 0, queries.common, a.width);
+    if (queries.are_wide(a.width)) {
+        const float* weights[MAX_HEADS];
+        for (int64_t h = 0; h < queries.heads; ++h) weights[h] = queries.scores + h * ENTRIES;
+        block.wide.mix(weights, queries.keep, queries.heads, queries.common, a.width, queries.sums);
+    } else {
+        mix(queries, 0, queries.heads, queries.keep, block.v, 0, queries.common, a.width);
+    }
     constexpr float ALL[] = {1, 1, 1, 1};
     for (int64_t h = 0, some; h < queries.heads; h += some) {
         for (some = 1; h + some < queries.heads && some < 4 && queries.count[h + some] == queries.count[h];) ++some;
@@ -220,12 +256,12 @@ void read(const Block& block, TileUnit& unit, Queries& queries, int64_t count, c
     }
 }
 
-// Computes the query heads of key/value head `kv` for rows first..stop-1, at most ROWS_TOGETHER of them. A block is
+// Computes the query heads of key/value head `kv` for rows first..stop-1, at most MOST_TOGETHER of them. A block is
 // loaded once for all rows that read it; the last row goes first, since of the rows of a chain it reads the most.
 void attend(const Attention& a, int64_t first, int64_t stop, int64_t kv) {
     const int64_t group = a.heads / a.kv_heads, width = a.width, size = group * width;
-    int64_t from[ROWS_TOGETHER], reach[ROWS_TOGETHER], longest = 0;
-    float highest[ROWS_TOGETHER][MAX_GROUP], total[ROWS_TOGETHER][MAX_GROUP];
+    int64_t from[MOST_TOGETHER], reach[MOST_TOGETHER], longest = 0;
+    float highest[MOST_TOGETHER][MAX_GROUP], total[MOST_TOGETHER][MAX_GROUP];
     for (int64_t row = first; row < stop; ++row) {
         int64_t& end = reach[row - first] = a.num_seen(row);
         for (int64_t i = 0; a.tail != nullptr && i < a.tail_width && a.tail[row * a.tail_width + i] >= 0; ++i) ++end;
@@ -255,7 +291,7 @@ void attend(const Attention& a, int64_t first, int64_t stop, int64_t kv) {
             const bf16* q = a.q + row * a.q_stride + kv * size;
             float* sums = a.sums + row * a.heads * width + kv * size;
             for (int64_t g = 0; g < group; ++g) {
-                if (queries.heads == MAX_ROWS) read_all();
+                if (queries.heads == MAX_HEADS) read_all();
                 const float* lean = a.bias == nullptr ? nullptr : a.bias + (kv * group + g) * a.bias_reach;
                 queries.add(q + g * width, sums + g * width, &highest[i][g], &total[i][g], count, lean, reach[i] - 1 - at);
             }
@@ -273,9 +309,9 @@ void attend(const Attention& a, int64_t first, int64_t stop, int64_t kv) {
         }
 }
 
-// One item of attention: ROWS_TOGETHER rows and one key/value head.
+// One item of attention: neighbouring rows and one key/value head.
 void attend_some(const Attention& a, int64_t item) {
-    const int64_t first = item / a.kv_heads * ROWS_TOGETHER, stop = first + ROWS_TOGETHER;
+    const int64_t together = rows_together(a.rows), first = item / a.kv_heads * together, stop = first + together;
     attend(a, first, stop < a.rows ? stop : a.rows, item % a.kv_heads);
 }
 

@@ -6,6 +6,7 @@
 #else
 #include "linear_no_amx.h"
 #endif
+#include "linear_wide.h"
 
 namespace {
 
@@ -86,19 +87,26 @@ inline void sum_in_vectors(const Matrix& m, int64_t tile, int count, const bf16*
     }
 }
 
-// The same, for as many of the tiles as possible in the tile registers of AMX.
+// Rows of a block at most; where there are many of them, those of a matrix of numbers are widened together.
+constexpr int64_t MOST_BLOCK_ROWS = WIDENS ? MOST_WIDE : BLOCK_ROWS;
+inline int64_t block_rows(const Matrix& m, int64_t rows) {
+    return WIDENS && m.format == TILES && rows >= LEAST_WIDE ? MOST_WIDE : BLOCK_ROWS;
+}
+
+// The same for at most block_rows rows, and for as many of the tiles as possible in the tile registers of AMX.
 inline void sum_group(TileUnit& unit, const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
                       float* sums) {
+    if (WIDENS && rows > BLOCK_ROWS) return sum_wide_tiles(m, tile, count, x, stride, rows, sums);
     const int some = count_in_tiles(m, tile, count, rows);
     if (some > 0) sum_in_tiles(unit, m, tile, some, x, stride, rows, sums);
     if (some < count) sum_in_vectors(m, tile + some, count - some, x, stride, rows, sums + some * rows * LANES);
 }
 
-// Divides the rows of a call into blocks of equal size, at most BLOCK_ROWS, since each block reads all weights.
+// Divides the rows of a call into blocks of equal size, at most `most`, since each block reads all weights.
 struct RowBlocks {
     int64_t rows, size;
-    explicit RowBlocks(int64_t rows) : rows(rows) {
-        const int64_t count = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    explicit RowBlocks(int64_t rows, int64_t most = BLOCK_ROWS) : rows(rows) {
+        const int64_t count = (rows + most - 1) / most;
         size = count ? (rows + count - 1) / count : 1;
     }
     int64_t at(int64_t first) const { return first + size <= rows ? size : rows - first; }
@@ -119,8 +127,8 @@ inline void for_lanes(int64_t tile, int64_t out, Use use) {
 template <class Use>
 inline void for_sums(const Matrix& m, const bf16* x, int64_t stride, int64_t rows, int64_t first, int64_t stop, Use use) {
     TileUnit unit;
-    float sums[GROUP * BLOCK_ROWS * LANES];
-    const RowBlocks blocks(rows);
+    float sums[GROUP * MOST_BLOCK_ROWS * LANES];
+    const RowBlocks blocks(rows, block_rows(m, rows));
     for (int64_t tile = first; tile < stop; tile += GROUP) {
         const int count = (int)(stop - tile < GROUP ? stop - tile : GROUP);
         for (int64_t row = 0; row < rows; row += blocks.size) {
@@ -163,8 +171,8 @@ void project_activated(const Matrix& m, const bf16* x, bf16* out, int64_t rows, 
 // out = round(act(round(gate))) * round(up), for tiles first..stop-1 of both projections.
 void project_gated(const Gated& g, int64_t first, int64_t stop) {
     TileUnit unit;
-    float gates[GROUP * BLOCK_ROWS * LANES], ups[GROUP * BLOCK_ROWS * LANES];
-    const RowBlocks blocks(g.rows);
+    float gates[GROUP * MOST_BLOCK_ROWS * LANES], ups[GROUP * MOST_BLOCK_ROWS * LANES];
+    const RowBlocks blocks(g.rows, block_rows(g.gate, g.rows));
     const int64_t stride = row_stride(g.gate);
     for (int64_t tile = first; tile < stop; tile += GROUP) {
         const int count = (int)(stop - tile < GROUP ? stop - tile : GROUP);

@@ -22,9 +22,9 @@ inline void turn_rows(const bf16* const* rows, int64_t width, bf16* tile) {
 }
 
 // sums[m][r][lane] of R rows over M tiles. acc holds M x R sums in registers (at most MAX_SUMS) and tile the weights of
-// one pair of inputs. The second turn of the outer loop prefetches the beginning of the M tiles that follow. W is how
-// weights are stored.
-template <int R, int M, class W>
+// one pair of inputs. The second turn of the outer loop prefetches the beginning of the M tiles that follow; tiles that
+// are at hand already are not prefetched (FETCHES). W is how weights are stored.
+template <int R, int M, bool FETCHES, class W>
 void sum_block(const W* const* w, int64_t pairs, const bf16* x, int64_t width, float* sums) {
     Sums acc[M][R];
     const int64_t near = pairs <= AHEAD || pairs * M <= MOST_AHEAD ? pairs : AHEAD, turn = pairs - near;
@@ -34,8 +34,8 @@ void sum_block(const W* const* w, int64_t pairs, const bf16* x, int64_t width, f
             Tile tile[M];
 #pragma GCC unroll 4
             for (int m = 0; m < M; ++m) {
-                __builtin_prefetch(w[m] + k * 2 * LANES + ahead);
-                if constexpr (sizeof(W) == 4) __builtin_prefetch(w[m] + k * 2 * LANES + ahead + LANES);
+                if constexpr (FETCHES) __builtin_prefetch(w[m] + k * 2 * LANES + ahead);
+                if constexpr (FETCHES && sizeof(W) == 4) __builtin_prefetch(w[m] + k * 2 * LANES + ahead + LANES);
                 tile[m] = Tile(w[m] + k * 2 * LANES);
             }
 #pragma GCC unroll 16
@@ -53,26 +53,27 @@ void sum_block(const W* const* w, int64_t pairs, const bf16* x, int64_t width, f
 }
 
 // The same for `count` tiles, as many at a time as the registers hold sums of R rows.
-template <int R, class W>
+template <int R, bool FETCHES, class W>
 void sum_tiles(const W* const* w, int count, int64_t pairs, const bf16* x, int64_t width, float* sums) {
     int m = 0;
     if constexpr (4 * R <= MAX_SUMS)
-        for (; m + 4 <= count; m += 4) sum_block<R, 4>(w + m, pairs, x, width, sums + m * R * LANES);
+        for (; m + 4 <= count; m += 4) sum_block<R, 4, FETCHES>(w + m, pairs, x, width, sums + m * R * LANES);
     if constexpr (2 * R <= MAX_SUMS)
-        for (; m + 2 <= count; m += 2) sum_block<R, 2>(w + m, pairs, x, width, sums + m * R * LANES);
-    for (; m < count; ++m) sum_block<R, 1>(w + m, pairs, x, width, sums + m * R * LANES);
+        for (; m + 2 <= count; m += 2) sum_block<R, 2, FETCHES>(w + m, pairs, x, width, sums + m * R * LANES);
+    for (; m < count; ++m) sum_block<R, 1, FETCHES>(w + m, pairs, x, width, sums + m * R * LANES);
 }
 
 template <class W>
 using SumTiles = void (*)(const W* const*, int, int64_t, const bf16*, int64_t, float*);
 
-template <class W>
+template <bool FETCHES, class W>
 constexpr SumTiles<W> SUM_TILES[] = {
-    sum_tiles<1, W>, sum_tiles<2, W>, sum_tiles<3, W>, sum_tiles<4, W>,
+    sum_tiles<1, FETCHES, W>,  sum_tiles<2, FETCHES, W>,  sum_tiles<3, FETCHES, W>, sum_tiles<4, FETCHES, W>,
 #if defined(__AVX512F__)
-    sum_tiles<5, W>, sum_tiles<6, W>, sum_tiles<7, W>, sum_tiles<8, W>, sum_tiles<9, W>, sum_tiles<10, W>,
+    sum_tiles<5, FETCHES, W>,  sum_tiles<6, FETCHES, W>,  sum_tiles<7, FETCHES, W>, sum_tiles<8, FETCHES, W>,
+    sum_tiles<9, FETCHES, W>,  sum_tiles<10, FETCHES, W>,
 #if !defined(VIVACE_FLOAT32)
-    sum_tiles<11, W>, sum_tiles<12, W>,
+    sum_tiles<11, FETCHES, W>, sum_tiles<12, FETCHES, W>,
 #endif
 #endif
 };
@@ -132,13 +133,13 @@ void sum_rows(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int6
 }
 
 // sums[i][r][lane] of tiles tile..tile+count-1.
-template <class W = bf16>
+template <class W = bf16, bool FETCHES = true>
 inline void sum_number_tiles(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
                              float* sums) {
     const int64_t pairs = (m.in + 1) / 2;
     const W* w[GROUP];
     for (int i = 0; i < count; ++i) w[i] = (const W*)m.weight + (tile + i) * pairs * 2 * LANES;
-    SUM_TILES<W>[rows - 1](w, count, pairs, x, stride, sums);
+    SUM_TILES<FETCHES, W>[rows - 1](w, count, pairs, x, stride, sums);
 }
 
 }  // namespace

@@ -82,10 +82,13 @@ inline int64_t items(const Matrix& m, int64_t threads) {
     const int64_t each = tiles_per_item(m, threads);
     return (tiles(m) + each - 1) / each;
 }
-// Rows whose attention is one item for each key/value head, since rows of a draft mostly read the same entries.
-constexpr int64_t ROWS_TOGETHER = 4;
+// Rows whose attention is one item for each key/value head, since neighbouring rows mostly read the same entries: rows of
+// a draft, and more of them where a prompt has enough rows to keep all threads busy.
+constexpr int64_t MOST_TOGETHER = 16;
+inline int64_t rows_together(int64_t rows) { return rows < 8 * MOST_TOGETHER ? 4 : MOST_TOGETHER; }
 inline int64_t attention_items(int64_t rows, int64_t kv_heads) {
-    return (rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER * kv_heads;
+    const int64_t together = rows_together(rows);
+    return (rows + together - 1) / together * kv_heads;
 }
 inline int64_t even(int64_t n) { return n + (n & 1); }
 
