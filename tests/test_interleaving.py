@@ -219,7 +219,8 @@ def test_a_server_beside_other_calls(opened: Opened, alone: Alone, method: str) 
 def test_an_exact_stream_stays_exact(folder: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Every decoding call of the stream is padded, before and after a call of ``generate`` that is not."""
     engine = load_for(folder, method, kernels="torch")
-    alone = to_its_end(stream(engine, PROMPTS[0], method=method, exact=True))
+    fields: dict[str, Any] = {"method": method, "exact": True, "max_new_tokens": 14}
+    alone = to_its_end(stream(engine, PROMPTS[0], **fields))
     rows: list[int] = []
     forward, own = Layer.forward, set(engine.model.layers)
 
@@ -229,12 +230,12 @@ def test_an_exact_stream_stays_exact(folder: Path, monkeypatch: pytest.MonkeyPat
         return forward(self, h, step)
 
     monkeypatch.setattr(Layer, "forward", recorded)
-    running = stream(engine, PROMPTS[0], method=method, exact=True)
+    running = stream(engine, PROMPTS[0], **fields)
     next(running)
     assert rows
     assert {count % EXACT_ROWS for count in rows} == {0}
     rows.clear()
-    engine.generate(OTHERS[0], **options(engine, method))
+    engine.generate(OTHERS[0], **options(engine, method, max_new_tokens=14))
     assert any(count % EXACT_ROWS for count in rows), "the call beside it is not exact"
     rows.clear()
     found = to_its_end(running)

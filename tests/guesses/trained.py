@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -34,6 +34,8 @@ class Trained:
     model: Decoder
     objective: Any
     ears: Ears
+    known: dict[tuple[Path, int | None], Tensor] = field(default_factory=dict, kw_only=True)
+    """Residuals of texts that were computed already."""
 
     def rows(self, proposal: Proposal) -> Mapping[Path, Tensor]:
         """By path from the root, what guesses behind it are read from in training, (E,)."""
@@ -45,8 +47,11 @@ class Trained:
 
     def final(self, text: Sequence[int], layers: int | None = None) -> Tensor:
         """Residuals (T, E) of a text at the top, or above so many layers."""
-        step = Step.dense(1, len(text))
-        return self.model.run(self.model.embed(torch.tensor(text), step), step, 0, layers)
+        key = (tuple(text), layers)
+        if key not in self.known:
+            step = Step.dense(1, len(text))
+            self.known[key] = self.model.run(self.model.embed(torch.tensor(text), step), step, 0, layers)
+        return self.known[key]
 
     def guesses(self, text: Sequence[int], first: int) -> Tensor:
         """What the objective reads guesses from (n, E), of a text whose tokens from ``first`` on are scored."""
