@@ -31,6 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vivace.kernels.widened import widened_products
+
 KEY_BLOCK = 64
 """Entries are read in blocks of this many, so that a longer neighbour does not change how a row's sums are grouped."""
 
@@ -57,10 +59,14 @@ _ANY_ORDER: ContextVar[bool] = ContextVar("any_order", default=False)
 
 @contextmanager
 def any_order() -> Iterator[None]:
-    """Let products sum rows in any order within this context: training needs speed, not reproducible rows."""
+    """Let products sum rows in any order within this context: training needs speed, not reproducible rows.
+
+    On processors without products of bfloat16 they are computed in float32 (``widened.py``).
+    """
     token = _ANY_ORDER.set(True)
     try:
-        yield
+        with widened_products():
+            yield
     finally:
         _ANY_ORDER.reset(token)
 

@@ -280,7 +280,7 @@ class _Run(Generic[M, B]):
         for batch in self.data.held_back:
             weight = batch.weight
             count += weight
-            with self._arithmetic():
+            with self._arithmetic(), any_order():
                 for loss, seen in self.objective.losses(self.model, batch):
                     for name, value in {**seen, "loss": float(loss)}.items():
                         sums[name] += value * weight
