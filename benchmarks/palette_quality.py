@@ -5,8 +5,8 @@
 Every way rounds the same model on the same text into a folder of ``--work``, which is kept and found again. The stored
 model is judged beside them on task files (``vivace data zeroshot|wikitext``). With ``--gguf`` llama.cpp quantizes the
 same weights, and we read its files. ``--folders`` adds what ``vivace train palette`` and ``vivace train recover`` have
-made of the same model, as NAME=FOLDER. Bits are bytes of the file times eight over weights, for the matrices of the
-layers and for everything; the adapter that a folder wears counts in both.
+made of the same model, and what ``benchmarks.rival_rounding`` has, as NAME=FOLDER. Bits are bytes of the file times
+eight over weights, for the matrices of the layers and for everything; the adapter that a folder wears counts in both.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ def rounded(source: Path, out: Path, config: CompressConfig, texts: Texts) -> di
 def trained(source: Path, folder: Path, texts: Texts) -> dict[str, Any]:
     """Return what a folder of palettes is like that a training has made, with the adapter that it wears, if any.
 
+    ``bits.json`` says how many bits another project would store for the numbers of a folder.
+
     With an adapter there is no divergence on the text that was held back: task files judge it as it is used.
     """
     opened = source_of(folder)
@@ -118,7 +120,10 @@ def trained(source: Path, folder: Path, texts: Texts) -> dict[str, Any]:
         return 8 * num_bytes / sum(prod(table[name].shape) for name in names)
 
     matrices = [name for name, target in table.items() if name.startswith("layers.") and len(target.shape) == 2]
-    bits = {"matrix_bits": bits_of(matrices), "all_bits": bits_of(list(table))}
+    if (folder / "bits.json").is_file():
+        bits: dict[str, float] = json.loads((folder / "bits.json").read_text(encoding="utf-8"))
+    else:
+        bits = {"matrix_bits": bits_of(matrices), "all_bits": bits_of(list(table))}
     found: dict[str, Any] = {"folder": str(folder), **bits, "predicted": None}
     if adapter is not None:
         return found | {"kl": None, "loss": None, "adapter_bytes": worn_bytes}

@@ -101,7 +101,7 @@ def test_only_rounded_matrices_stay(variant: str, weights: str, packed: Decoder)
 
 @pytest.mark.parametrize("variant", ["experts", "plain"])
 def test_torch_rows_keep_their_bits(variant: str, weights: str) -> None:
-    """What the others differ in has no weights in few bits; palettes of two and four bits go the way of those of three."""
+    """What the others differ in has no weights in few bits; all palettes go the way of those of three bits."""
     if variant == "experts" and weights in ("lut2", "lut4"):
         pytest.skip("experts of three bits are tested")
     decoder = build(variant, torch.bfloat16)
