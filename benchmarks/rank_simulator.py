@@ -276,10 +276,10 @@ def place_of(cell: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def median_of(values: Sequence[Any]) -> Any:
-    """Return the median of numbers, or of each number of equally long lists of points."""
+    """Return the median of numbers, or of each number of equally long lists of points; counts stay whole."""
     if isinstance(values[0], list | tuple):
         return tuple(median_of(each) for each in zip(*values, strict=True))
-    return statistics.median(values)
+    return statistics.median_low(values) if isinstance(values[0], int) else statistics.median(values)
 
 
 def more_ranks(measured: dict[str, Any]) -> list[dict[str, Any]]:

@@ -170,6 +170,8 @@ def test_coefficients_of_ranks_come_from_other_runs_of_the_same_machine() -> Non
     machine = rank_simulator.machine_of(own, [own, slow, slower])
     assert (machine.costs.feed_s, machine.costs.latency_s) == (3e-5, 1e-5)
     assert rank_simulator.machine_of(own, [own, slower]).costs.feed_s == 2e-5
+    between = rank_simulator.machine_of(own, [own, slow, cell()])
+    assert "runahead" in rank_simulator.simulate(2048, 2, between), "layers are counted between two runs too"
 
 
 def test_simulated_and_measured_results_do_not_mix(tmp_path: Path) -> None:
