@@ -125,7 +125,7 @@ def test_a_killed_series_goes_on_and_arrives_at_the_same_weights(
 def test_minutes_count_the_pass_for_each_and_no_step_of_another(
     checkpoint: Path, answers: AnswersFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes of .05 s, and a second training whose own part of a step takes .1 s: budgets end at their own time."""
+    """Passes of .05 s, and a second training whose own part of a step takes .2 s: budgets end at their own time."""
     whole, losses = FrozenPass._made, MultirateObjective.losses
 
     def slow(model: Decoder, *given: Any) -> FrozenPass:
@@ -134,7 +134,7 @@ def test_minutes_count_the_pass_for_each_and_no_step_of_another(
 
     def slower(self: MultirateObjective, model: Decoder, batch: Any) -> LossParts:
         if self.accelerator.config.rank == 2:
-            spin(0.1)
+            spin(0.2)
         yield from losses(self, model, batch)
 
     monkeypatch.setattr(FrozenPass, "_made", staticmethod(slow))
@@ -149,7 +149,7 @@ def test_minutes_count_the_pass_for_each_and_no_step_of_another(
     train_in_turn(outs, vivace.load(checkpoint, kernels="torch"), answers, lambda out: QUIET)
     fast, slow_one = (read_state(out / "run" / "state.pt")["progress"] for out in outs)
     assert fast["elapsed_s"] >= 0.05 * fast["step"]
-    assert slow_one["elapsed_s"] >= 0.15 * slow_one["step"]
+    assert slow_one["elapsed_s"] >= 0.25 * slow_one["step"]
     assert fast["step"] > 1.5 * slow_one["step"]
 
 
