@@ -88,7 +88,7 @@ def main() -> None:
         )
         tokens = [token for batch in texts.calibration for token in batch.tokens.flatten().tolist()]
         rows = [tokens[at : at + options.length] for at in range(0, len(tokens) - options.length + 1, options.length)]
-        bits = autoround(model, _tokenizer_of(source), rows, options.bits, options.iterations)
+        bits = autoround(model, tokenizer.inner, rows, options.bits, options.iterations)
     count = sum(module.weight.numel() for module in _matrices(model))
     rest = sum(p.numel() for p in model.parameters()) - count
     shutil.copytree(source, options.out, ignore=shutil.ignore_patterns("*.safetensors*", "adapters"))
@@ -97,12 +97,6 @@ def main() -> None:
     facts = {"matrix_bits": bits, "all_bits": (bits * count + 16 * rest) / (count + rest)}
     (options.out / "bits.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
     print(options.out, facts)
-
-
-def _tokenizer_of(source: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(source)
 
 
 if __name__ == "__main__":

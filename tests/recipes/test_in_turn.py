@@ -17,7 +17,6 @@ from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import base_hash, load_adapter
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError, UnsupportedError
-from vivace.kernels.reference import any_order
 from vivace.methods.multirate.objective import MultirateObjective
 from vivace.recipes.answers import AnswersFile, read_answers
 from vivace.recipes.frozen import FrozenRecipe
@@ -125,7 +124,7 @@ def test_a_killed_series_goes_on_and_arrives_at_the_same_weights(
 def test_minutes_count_the_pass_for_each_and_no_step_of_another(
     checkpoint: Path, answers: AnswersFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes of .05 s, and a second training whose own part of a step takes .2 s: budgets end at their own time."""
+    """Passes of .05 s, and a second training whose own part of a step takes .1 s: budgets end at their own time."""
     whole, losses = FrozenPass._made, MultirateObjective.losses
 
     def slow(model: Decoder, *given: Any) -> FrozenPass:
@@ -134,13 +133,11 @@ def test_minutes_count_the_pass_for_each_and_no_step_of_another(
 
     def slower(self: MultirateObjective, model: Decoder, batch: Any) -> LossParts:
         if self.accelerator.config.rank == 2:
-            spin(0.2)
+            spin(0.1)
         yield from losses(self, model, batch)
 
     monkeypatch.setattr(FrozenPass, "_made", staticmethod(slow))
     monkeypatch.setattr(MultirateObjective, "losses", slower)
-    with any_order():
-        torch.ones(2, 2).bfloat16().mm(torch.ones(2, 2).bfloat16())  # PyTorch imports for seconds at the first of these
     budget = ("loop.steps=null", "loop.minutes=0.02", "loop.clock=processor")
     outs = {
         tmp_path / "fast": recipe("multirate", *budget),
@@ -149,7 +146,7 @@ def test_minutes_count_the_pass_for_each_and_no_step_of_another(
     train_in_turn(outs, vivace.load(checkpoint, kernels="torch"), answers, lambda out: QUIET)
     fast, slow_one = (read_state(out / "run" / "state.pt")["progress"] for out in outs)
     assert fast["elapsed_s"] >= 0.05 * fast["step"]
-    assert slow_one["elapsed_s"] >= 0.25 * slow_one["step"]
+    assert slow_one["elapsed_s"] >= 0.15 * slow_one["step"]
     assert fast["step"] > 1.5 * slow_one["step"]
 
 

@@ -41,6 +41,11 @@ def multiplies_bfloat16() -> bool:
 class _Widened(TorchDispatchMode):
     """Computes products of bfloat16 tensors on the CPU in float32, forward and backward."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, or PyTorch imports its compiler for seconds at the first product, which nothing here uses."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

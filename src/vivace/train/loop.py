@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -248,7 +249,7 @@ class _Run(Generic[M, B]):
     def _learn(self, batch: B) -> None:
         """Add the gradients of one batch to those at hand."""
         metrics: defaultdict[str, float] = defaultdict(float)
-        with self._arithmetic(), any_order():
+        with self._arithmetic():
             for loss, seen in self.objective.losses(self.model, batch):
                 loss.backward()
                 for name, value in seen.items():
@@ -259,9 +260,11 @@ class _Run(Generic[M, B]):
         self.window.add(metrics, batch.num_elements)
         self.progress = replace(self.progress, num_tokens=self.progress.num_tokens + batch.num_elements)
 
-    def _arithmetic(self) -> torch.autocast:
+    @contextmanager
+    def _arithmetic(self) -> Iterator[None]:
         device = self.optimiser.params[0].device  # the loss is computed where the trained parameters are
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.config.loop.autocast)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.config.loop.autocast), any_order():
+            yield
 
     def _tell(self, spent: float, factor: float) -> None:
         if self.progress.step % self.config.loop.report_steps:
@@ -280,7 +283,7 @@ class _Run(Generic[M, B]):
         for batch in self.data.held_back:
             weight = batch.weight
             count += weight
-            with self._arithmetic(), any_order():
+            with self._arithmetic():
                 for loss, seen in self.objective.losses(self.model, batch):
                     for name, value in {**seen, "loss": float(loss)}.items():
                         sums[name] += value * weight
