@@ -117,9 +117,7 @@ inline void score_some(const Block& b, TileUnit& unit, Queries& to, int64_t from
     float sums[ENTRIES * MAX_ROWS];
     const Matrix keys{b.tiles, nullptr, width, ENTRIES, TILES, nullptr, nullptr};
     const int64_t num_tiles = (count + LANES - 1) / LANES;
-    const int some = count_in_tiles(keys, 0, (int)num_tiles, heads), rest = (int)num_tiles - some;
-    if (some > 0) sum_in_tiles(unit, keys, 0, some, q, width, heads, sums);
-    if (rest > 0) sum_number_tiles<bf16, false>(keys, some, rest, q, width, heads, sums + some * heads * LANES);
+    sum_group<false>(unit, keys, 0, (int)num_tiles, q, width, heads, sums);
     for (int64_t t = 0; t < num_tiles; ++t)
         for (int64_t h = 0; h < heads; ++h)
             for (int64_t i = 0; i < LANES; i += WIDTH)
@@ -139,7 +137,7 @@ inline void score(Block& block, TileUnit& unit, Queries& to, int64_t count, int6
     const float* q[MAX_HEADS];
     for (int64_t h = 0; h < to.heads; ++h) {
         float* const row = numbers + h * width;
-        for (int64_t i = 0; i < width; i += WIDTH) store(row + i, load(to.q[h] + i));
+        widen_row(to.q[h], width, row);
         q[h] = row;
     }
     block.wide.score(q, to.heads, count, width, scale, to.scores, ENTRIES);

@@ -14,8 +14,7 @@ public:
     // Widens the tiles of `count` keys, and as many values; `width` is a multiple of LANES.
     void hold(const bf16* tiles, const bf16* const* values, int64_t count, int64_t width) {
         widen_tiles(tiles, (count + LANES - 1) / LANES * width / 2, keys_);
-        for (int64_t j = 0; j < count; ++j)
-            for (int64_t i = 0; i < width; i += WIDTH) store(values_ + j * width + i, load(values[j] + i));
+        for (int64_t j = 0; j < count; ++j) widen_row(values[j], width, values_ + j * width);
     }
 
     // scores[h stride + j] = scale q[h].k[j]

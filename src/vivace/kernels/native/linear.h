@@ -35,12 +35,14 @@ inline void prepare(const Matrix& m, const bf16* x, bf16* prepared, int64_t row)
 #endif
 }
 
-// sums[i][r][lane] of at most BLOCK_ROWS rows over tiles tile..tile+count-1, in vector registers.
+// sums[i][r][lane] of at most BLOCK_ROWS rows over tiles tile..tile+count-1, in vector registers. Tiles of numbers that are
+// at hand already are not prefetched (FETCHES).
+template <bool FETCHES = true>
 inline void sum_in_vectors(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
                            float* sums) {
     switch ((Format)m.format) {
         case TILES:
-            return sum_number_tiles(m, tile, count, x, stride, rows, sums);
+            return sum_number_tiles<bf16, FETCHES>(m, tile, count, x, stride, rows, sums);
         case ROW_MAJOR:
             for (int i = 0; i < count; ++i) sum_rows(m, tile + i, x, stride, rows, sums + i * rows * LANES);
             return;
@@ -94,12 +96,13 @@ inline int64_t block_rows(const Matrix& m, int64_t rows) {
 }
 
 // The same for at most block_rows rows, and for as many of the tiles as possible in the tile registers of AMX.
+template <bool FETCHES = true>
 inline void sum_group(TileUnit& unit, const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
                       float* sums) {
     if (WIDENS && rows > BLOCK_ROWS) return sum_wide_tiles(m, tile, count, x, stride, rows, sums);
     const int some = count_in_tiles(m, tile, count, rows);
     if (some > 0) sum_in_tiles(unit, m, tile, some, x, stride, rows, sums);
-    if (some < count) sum_in_vectors(m, tile + some, count - some, x, stride, rows, sums + some * rows * LANES);
+    if (some < count) sum_in_vectors<FETCHES>(m, tile + some, count - some, x, stride, rows, sums + some * rows * LANES);
 }
 
 // Divides the rows of a call into blocks of equal size, at most `most`, since each block reads all weights.

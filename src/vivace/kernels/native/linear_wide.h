@@ -42,6 +42,13 @@ using MultiplyRows = void (*)(const float* const*, const float*, int64_t, int64_
 constexpr MultiplyRows MULTIPLY_ROWS[] = {multiply_rows<1>, multiply_rows<2>, multiply_rows<3>,
                                           multiply_rows<4>, multiply_rows<5>, multiply_rows<6>};
 
+inline void widen_row(const bf16* x, int64_t width, float* out) {
+    for_width(width, [&](int64_t i, int64_t n) {
+        const Vec v = load_some(x + i, n);
+        n == WIDTH ? store(out + i, v) : store(out + i, v, n);
+    });
+}
+
 // Tiles of turn_rows in float32, number by number: [number][entry] for the sixteen entries of a tile.
 inline void widen_tiles(const uint16_t* tiles, int64_t pairs, float* out) {
     for (int64_t p = 0; p < pairs; ++p, tiles += 2 * LANES, out += 2 * LANES) {
@@ -67,11 +74,7 @@ void sum_wide_tiles(const Matrix& m, int64_t tile, int count, const bf16* x, int
     const int64_t width = even(m.in);
     for (int64_t at = 0; at < width; at += WIDE_INPUTS) {
         const int64_t some = width - at < WIDE_INPUTS ? width - at : WIDE_INPUTS;
-        for (int64_t r = 0; r < rows; ++r)
-            for_width(some, [&](int64_t i, int64_t n) {
-                const Vec v = load_some(x + r * stride + at + i, n);
-                n == WIDTH ? store(inputs + r * some + i, v) : store(inputs + r * some + i, v, n);
-            });
+        for (int64_t r = 0; r < rows; ++r) widen_row(x + r * stride + at, some, inputs + r * some);
         for (int i = 0; i < count; ++i) {
             widen_tiles((const bf16*)m.weight + ((tile + i) * width + at) * LANES, some / 2, weights);
             for (int64_t r = 0; r < rows; r += MAX_FACTORS) {

@@ -14,7 +14,7 @@ constexpr int64_t DOT_WIDTH = WIDTH * WORD;  // numbers of a dot product's step
 constexpr int64_t MAX_ROWS = 4;    // rows of a block
 constexpr int64_t MAX_SUMS = 4;    // tile sums in registers
 constexpr int64_t MAX_MIXED = 8;   // registers of attention's sums of values, beside values and weights
-constexpr bool WIDENS = true;  // whether attention of many query heads is computed in float32 (attention_wide.h)
+constexpr bool WIDENS = true;  // whether many rows are multiplied in float32 (linear_wide.h, attention_wide.h)
 
 using Vec = __m256;
 

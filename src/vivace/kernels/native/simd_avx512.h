@@ -20,7 +20,7 @@ constexpr int64_t MAX_ROWS = 12;
 constexpr int64_t MAX_SUMS = 24;
 #endif
 constexpr int64_t MAX_MIXED = 16;  // registers of attention's sums of values, beside values and weights
-constexpr bool WIDENS = false;  // whether attention of many query heads is computed in float32 (attention_wide.h)
+constexpr bool WIDENS = false;  // whether many rows are multiplied in float32 (linear_wide.h, attention_wide.h)
 
 using Vec = __m512;
 
