@@ -257,6 +257,34 @@ def test_a_broken_expert_is_an_error_and_the_cache_goes_on(mixture: Mixture, num
         assert same(answers(model), mixture.plain)
 
 
+@pytest.mark.parametrize("is_mended", [True, False])
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_an_expert_is_read_again_if_its_read_from_before_failed(
+    mixture: Mixture, has_ended: bool, is_mended: bool
+) -> None:
+    gate = threading.Event()
+
+    def delay_s() -> float:
+        gate.wait(5)
+        if store.reads and is_mended:
+            store.broken = set()
+        return 0.0
+
+    store = MemoryExperts(mixture.resident, delay_s)
+    store.broken = {(2, 0)}
+    with ExpertCache(store, next_use(mixture), mixture.num_layers, 8, num_threads=1) as cache:
+        cache.prefetch(2, [0])
+        threading.Timer(0.0 if has_ended else 0.02, gate.set).start()
+        wait_until(lambda: len(store.reads if has_ended else store.asked) == 1)
+        fetching = cache.fetch(2, [0], is_prompt=False)
+        if is_mended:
+            assert [number for number, _ in fetching] == [0]
+        else:
+            with pytest.raises(CheckpointError, match="expert 0 of layer 2 could not be read"):
+                list(fetching)
+    assert [key for key, *_ in store.reads] == [(2, 0)] * 2, "only the second read is an answer to the layer"
+
+
 def test_no_slot_is_refused(mixture: Mixture) -> None:
     with pytest.raises(CapacityError, match="0 slots hold no expert of"):
         ExpertCache(MemoryExperts(mixture.resident), LeastRecent(), mixture.num_layers, 0)

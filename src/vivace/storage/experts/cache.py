@@ -256,7 +256,7 @@ class ExpertCache:
             self._load(key, slot, due, rank, is_prefetch=True)
 
     def _load(self, key: Key, slot: Slot, due: int, rank: int, *, is_prefetch: bool) -> None:
-        slot.is_prefetch, slot.used = is_prefetch, self._clock
+        slot.is_prefetch, slot.used, slot.begun = is_prefetch, self._clock, self._clock
         self.slots.put(key, slot)
         self._queue.drop(key)
         self.counts.loads += 1
@@ -269,9 +269,9 @@ class ExpertCache:
             if slot.error is None:
                 continue
             assert slot.key is not None
-            if slot.key in self.slots.in_use:
+            if slot.key in self.slots.in_use and slot.begun == self._clock:
                 self._failed.append(slot.key)
-            else:  # nobody waits for it: whoever fetches it will read it again, and receive the error
+            else:  # read for nobody, or before this layer ran: whoever wants it reads it again, and receives that error
                 self.slots.empty([slot.key])
 
 

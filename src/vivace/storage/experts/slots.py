@@ -46,6 +46,8 @@ class Slot:
     """Clock that the read is scheduled for."""
     used: int = -1
     """Clock at which the expert was chosen last, or its read began."""
+    begun: int = -1
+    """Clock at which its read began."""
 
     @property
     def is_ready(self) -> bool:
