@@ -89,17 +89,10 @@ inline void sum_in_vectors(const Matrix& m, int64_t tile, int count, const bf16*
     }
 }
 
-// Rows of a block at most; where there are many of them, those of a matrix of numbers are widened together.
-constexpr int64_t MOST_BLOCK_ROWS = WIDENS ? MOST_WIDE : BLOCK_ROWS;
-inline int64_t block_rows(const Matrix& m, int64_t rows) {
-    return WIDENS && m.format == TILES && rows >= LEAST_WIDE ? MOST_WIDE : BLOCK_ROWS;
-}
-
-// The same for at most block_rows rows, and for as many of the tiles as possible in the tile registers of AMX.
+// The same for at most BLOCK_ROWS rows, and for as many of the tiles as possible in the tile registers of AMX.
 template <bool FETCHES = true>
 inline void sum_group(TileUnit& unit, const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
                       float* sums) {
-    if (WIDENS && rows > BLOCK_ROWS) return sum_wide_tiles(m, tile, count, x, stride, rows, sums);
     const int some = count_in_tiles(m, tile, count, rows);
     if (some > 0) sum_in_tiles(unit, m, tile, some, x, stride, rows, sums);
     if (some < count) sum_in_vectors<FETCHES>(m, tile + some, count - some, x, stride, rows, sums + some * rows * LANES);
@@ -125,22 +118,65 @@ inline void for_lanes(int64_t tile, int64_t out, Use use) {
     }
 }
 
-// Calls use(tile, row, sums of that row) for tiles first..stop-1. Four tiles are summed together (GROUP), so that an
-// input that was loaded is used for 64 outputs.
+// Whether rows of inputs are multiplied in float32 with a matrix (linear_wide.h).
+inline bool is_wide(const Matrix& m, int64_t rows) {
+    return WIDENS && rows >= LEAST_WIDE && (m.format == TILES || m.format == FLOAT16_TILES || m.format == BFLOAT16_TILES);
+}
+
+// Rows from `first` on that meet the same tiles one after another, widened once for all of these.
+class InputRows {
+public:
+    InputRows(const Matrix& m, const bf16* x, int64_t stride, int64_t first, int64_t rows)
+        : x_(x), stride_(stride), wide_(is_wide(m, rows) ? widened(x + first * stride, stride, rows) : nullptr),
+          first_(first), blocks_(rows, wide_ != nullptr ? MOST_WIDE : BLOCK_ROWS) {}
+
+    // sums[i][r][lane] of tiles tile..tile+count-1 for one of the blocks of rows.
+    void sum(TileUnit& unit, const Matrix& m, int64_t tile, int count, int64_t row, int64_t rows, float* sums) const {
+        if (wide_ == nullptr) return sum_group(unit, m, tile, count, x_ + row * stride_, stride_, rows, sums);
+        sum_wide_tiles(m, tile, count, wide_ + (row - first_) * stride_, stride_, rows, sums);
+    }
+
+    // Calls use(row, rows) for each block.
+    template <class Use>
+    void for_blocks(Use use) const {
+        for (int64_t row = 0; row < blocks_.rows; row += blocks_.size) use(first_ + row, blocks_.at(row));
+    }
+
+private:
+    const bf16* x_;
+    int64_t stride_;
+    const float* wide_;
+    int64_t first_;
+    RowBlocks blocks_;
+};
+
+constexpr int64_t MOST_BLOCK_ROWS = WIDENS ? MOST_WIDE : BLOCK_ROWS;
+
+// Calls use(inputs, tile, number of tiles, row, number of rows) for tiles first..stop-1 and all rows. Four tiles are summed
+// together (GROUP), so that an input that was loaded is used for 64 outputs.
+template <class Use>
+inline void for_groups(const Matrix& m, const bf16* x, int64_t stride, int64_t rows, int64_t first, int64_t stop, Use use) {
+    const RowBlocks stretches(rows, WIDENS ? MOST_WIDE : rows);
+    for (int64_t begin = 0; begin < rows; begin += stretches.size) {
+        const InputRows inputs(m, x, stride, begin, stretches.at(begin));
+        for (int64_t tile = first; tile < stop; tile += GROUP) {
+            const int count = (int)(stop - tile < GROUP ? stop - tile : GROUP);
+            inputs.for_blocks([&](int64_t row, int64_t some) { use(inputs, tile, count, row, some); });
+        }
+    }
+}
+
+// Calls use(tile, row, sums of that row) for tiles first..stop-1.
 template <class Use>
 inline void for_sums(const Matrix& m, const bf16* x, int64_t stride, int64_t rows, int64_t first, int64_t stop, Use use) {
     TileUnit unit;
     float sums[GROUP * MOST_BLOCK_ROWS * LANES];
-    const RowBlocks blocks(rows, block_rows(m, rows));
-    for (int64_t tile = first; tile < stop; tile += GROUP) {
-        const int count = (int)(stop - tile < GROUP ? stop - tile : GROUP);
-        for (int64_t row = 0; row < rows; row += blocks.size) {
-            const int64_t some = blocks.at(row);
-            sum_group(unit, m, tile, count, x + row * stride, stride, some, sums);
-            for (int i = 0; i < count; ++i)
-                for (int64_t r = 0; r < some; ++r) use(tile + i, row + r, sums + (i * some + r) * LANES);
-        }
-    }
+    for_groups(m, x, stride, rows, first, stop,
+               [&](const InputRows& inputs, int64_t tile, int count, int64_t row, int64_t some) {
+        inputs.sum(unit, m, tile, count, row, some, sums);
+        for (int i = 0; i < count; ++i)
+            for (int64_t r = 0; r < some; ++r) use(tile + i, row + r, sums + (i * some + r) * LANES);
+    });
 }
 
 inline Vec with_bias(const Matrix& m, Vec v, int64_t output, int64_t n) {
@@ -175,25 +211,20 @@ void project_activated(const Matrix& m, const bf16* x, bf16* out, int64_t rows, 
 void project_gated(const Gated& g, int64_t first, int64_t stop) {
     TileUnit unit;
     float gates[GROUP * MOST_BLOCK_ROWS * LANES], ups[GROUP * MOST_BLOCK_ROWS * LANES];
-    const RowBlocks blocks(g.rows, block_rows(g.gate, g.rows));
-    const int64_t stride = row_stride(g.gate);
-    for (int64_t tile = first; tile < stop; tile += GROUP) {
-        const int count = (int)(stop - tile < GROUP ? stop - tile : GROUP);
-        for (int64_t row = 0; row < g.rows; row += blocks.size) {
-            const int64_t some = blocks.at(row);
-            sum_group(unit, g.gate, tile, count, g.x + row * stride, stride, some, gates);
-            sum_group(unit, g.up, tile, count, g.x + row * stride, stride, some, ups);
-            for (int i = 0; i < count; ++i)
-                for (int64_t r = 0; r < some; ++r)
-                    for_lanes(tile + i, g.gate.out, [&](int64_t lane, int64_t n) {
-                        const int64_t at = (tile + i) * LANES + lane;
-                        const Vec gate = with_bias(g.gate, load(gates + (i * some + r) * LANES + lane), at, n);
-                        const Vec up = with_bias(g.up, load(ups + (i * some + r) * LANES + lane), at, n);
-                        const Vec active = rounded(activated(rounded(gate), g.activation));
-                        store_some(g.out + (row + r) * g.gate.out + at, mul(active, rounded(up)), n);
-                    });
-        }
-    }
+    for_groups(g.gate, g.x, row_stride(g.gate), g.rows, first, stop,
+               [&](const InputRows& inputs, int64_t tile, int count, int64_t row, int64_t some) {
+        inputs.sum(unit, g.gate, tile, count, row, some, gates);
+        inputs.sum(unit, g.up, tile, count, row, some, ups);
+        for (int i = 0; i < count; ++i)
+            for (int64_t r = 0; r < some; ++r)
+                for_lanes(tile + i, g.gate.out, [&](int64_t lane, int64_t n) {
+                    const int64_t at = (tile + i) * LANES + lane;
+                    const Vec gate = with_bias(g.gate, load(gates + (i * some + r) * LANES + lane), at, n);
+                    const Vec up = with_bias(g.up, load(ups + (i * some + r) * LANES + lane), at, n);
+                    const Vec active = rounded(activated(rounded(gate), g.activation));
+                    store_some(g.out + (row + r) * g.gate.out + at, mul(active, rounded(up)), n);
+                });
+    });
 }
 
 // Finds the largest rounded output of each row in tiles first..stop-1, the first of equals, without storing outputs.

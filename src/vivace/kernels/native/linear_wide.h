@@ -1,7 +1,9 @@
-// Products of matrices in float32, for bodies that have no products of bfloat16: where there are many rows, they and the
-// weights are widened once for all of them. Every number is the same chain of fused multiply-adds as in linear_bf16.h.
+// Products of matrices in float32, for bodies that have no products of bfloat16: rows of inputs are widened once for all
+// tiles. Every number is the same chain of fused multiply-adds as in linear_bf16.h.
 #pragma once
-#include "elementwise.h"
+#include <vector>
+
+#include "linear_bf16.h"
 
 namespace {
 
@@ -63,30 +65,85 @@ inline void widen_tiles(const float* tiles, int64_t pairs, float* out) {
     __builtin_memcpy(out, tiles, pairs * 2 * LANES * sizeof(float));
 }
 
-// Fewest rows for which widening the weights pays, the most that are multiplied together, and inputs of a step: a tile's
-// weights of a step take half of the first cache, the inputs of all rows a fifth of the second.
-constexpr int64_t LEAST_WIDE = 24, MOST_WIDE = 96, WIDE_INPUTS = 256;
+// Fewest rows of inputs that are widened, the most that are summed in registers and that are widened together, and inputs
+// of a step, for which a tile's weights take a quarter of the first cache.
+constexpr int64_t LEAST_WIDE = 4, MAX_WIDE = 5, MOST_WIDE = 96, WIDE_INPUTS = 256;
 
-// sums[i][r][lane] of tiles tile..tile+count-1 of a matrix of numbers, for at most MOST_WIDE rows.
-void sum_wide_tiles(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows, float* sums) {
-    constexpr float ONES[MAX_FACTORS] = {1, 1, 1, 1, 1, 1};
-    alignas(64) float weights[WIDE_INPUTS * LANES], inputs[MOST_WIDE * WIDE_INPUTS];
-    const int64_t width = even(m.in);
-    for (int64_t at = 0; at < width; at += WIDE_INPUTS) {
-        const int64_t some = width - at < WIDE_INPUTS ? width - at : WIDE_INPUTS;
-        for (int64_t r = 0; r < rows; ++r) widen_row(x + r * stride + at, some, inputs + r * some);
-        for (int i = 0; i < count; ++i) {
-            widen_tiles((const bf16*)m.weight + ((tile + i) * width + at) * LANES, some / 2, weights);
-            for (int64_t r = 0; r < rows; r += MAX_FACTORS) {
-                const int64_t together = rows - r < MAX_FACTORS ? rows - r : MAX_FACTORS;
-                const float* factors[MAX_FACTORS];
-                float* to[MAX_FACTORS];
-                for (int64_t f = 0; f < together; ++f)
-                    factors[f] = inputs + (r + f) * some, to[f] = sums + (i * rows + r + f) * LANES;
-                MULTIPLY_ROWS[together - 1](factors, weights, LANES, some, at == 0 ? nullptr : ONES, to);
+// Rows of inputs in float32, until the thread asks for others.
+inline const float* widened(const bf16* x, int64_t width, int64_t rows) {
+    if constexpr (sizeof(bf16) == sizeof(float)) return (const float*)x;
+    static thread_local std::vector<float> wide;
+    if ((int64_t)wide.size() < rows * width) wide.resize((size_t)(rows * width));
+    for (int64_t r = 0; r < rows; ++r) widen_row(x + r * width, width, wide.data() + r * width);
+    return wide.data();
+}
+
+// sums[r][lane] of R rows over some pairs of inputs of a tile, added to what is there if they go on. Each pair prefetches
+// what lies at `ahead`, which moves on by `each` bytes.
+template <int R, class W>
+void sum_wide_block(const W* tile, int64_t pairs, const float* x, int64_t stride, bool goes_on, float* sums,
+                    const char* ahead, int64_t each) {
+    constexpr int PARTS = LANES / WIDTH;
+    Vec acc[R][PARTS];
+#pragma GCC unroll 5
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int i = 0; i < PARTS; ++i) acc[r][i] = goes_on ? load(sums + r * LANES + i * WIDTH) : broadcast(0);
+    for (int64_t k = 0; k < pairs; ++k, tile += 2 * LANES, x += 2, ahead += each) {
+        __builtin_prefetch(ahead);
+        if constexpr (sizeof(W) == 4) __builtin_prefetch(ahead + each / 2);
+        const auto step = [&]<int WHICH>() __attribute__((always_inline)) {
+            Vec weights[PARTS];
+#pragma GCC unroll 2
+            for (int i = 0; i < PARTS; ++i) weights[i] = half_of_pairs<WHICH>(tile, i);
+#pragma GCC unroll 5
+            for (int r = 0; r < R; ++r) {
+                const Vec input = broadcast(x[r * stride + WHICH]);
+#pragma GCC unroll 2
+                for (int i = 0; i < PARTS; ++i) acc[r][i] = fma(input, weights[i], acc[r][i]);
+            }
+        };
+        step.template operator()<0>();
+        asm volatile("" ::: "memory");  // or the compiler loads more at once than there are registers
+        step.template operator()<1>();
+    }
+#pragma GCC unroll 5
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int i = 0; i < PARTS; ++i) store(sums + r * LANES + i * WIDTH, acc[r][i]);
+}
+
+template <class W>
+constexpr void (*SUM_WIDE[])(const W*, int64_t, const float*, int64_t, bool, float*, const char*, int64_t) = {
+    sum_wide_block<1, W>, sum_wide_block<2, W>, sum_wide_block<3, W>, sum_wide_block<4, W>, sum_wide_block<5, W>,
+};
+
+// sums[i][r][lane] of tiles tile..tile+count-1, for at most MOST_WIDE widened rows. While a step of a tile is multiplied
+// with the blocks of rows one after another, each of them prefetches its share of the step that follows.
+template <class W>
+void sum_wide(const Matrix& m, int64_t tile, int count, const float* x, int64_t stride, int64_t rows, float* sums) {
+    const int64_t width = even(m.in), blocks = (rows + MAX_WIDE - 1) / MAX_WIDE, each = (rows + blocks - 1) / blocks;
+    const int64_t line = 2 * LANES * sizeof(W) / blocks;
+    for (int i = 0; i < count; ++i)
+        for (int64_t at = 0; at < width; at += WIDE_INPUTS) {
+            const int64_t pairs = (width - at < WIDE_INPUTS ? width - at : WIDE_INPUTS) / 2;
+            const W* w = (const W*)m.weight + ((tile + i) * width + at) * LANES;
+            const char* ahead = (const char*)(w + WIDE_INPUTS * LANES);
+            for (int64_t r = 0; r < rows; r += each, ahead += line * pairs) {
+                const int64_t some = rows - r < each ? rows - r : each;
+                float* const to = sums + (i * rows + r) * LANES;
+                SUM_WIDE<W>[some - 1](w, pairs, x + r * stride + at, stride, at > 0, to, ahead, line);
             }
         }
-    }
+}
+
+inline void sum_wide_tiles(const Matrix& m, int64_t tile, int count, const float* x, int64_t stride, int64_t rows,
+                           float* sums) {
+#if defined(VIVACE_FLOAT32)
+    if (m.format == FLOAT16_TILES) return sum_wide<Float16>(m, tile, count, x, stride, rows, sums);
+    if (m.format == BFLOAT16_TILES) return sum_wide<Bfloat16>(m, tile, count, x, stride, rows, sums);
+#endif
+    if constexpr (WIDENS) sum_wide<bf16>(m, tile, count, x, stride, rows, sums);
 }
 
 }  // namespace

@@ -54,6 +54,12 @@ struct Tile {
     }
 };
 
+// The weights of the first (0) or second (1) input of a pair for part `part` of a tile's sixteen outputs.
+template <int WHICH, class W>
+inline Vec half_of_pairs(const W* pair, int part) {
+    return load(pair + WHICH * LANES + part * WIDTH);
+}
+
 // One pair of inputs of a row, repeated for sixteen outputs.
 struct Inputs {
     Vec even, odd;

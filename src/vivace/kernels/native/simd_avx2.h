@@ -136,6 +136,13 @@ inline int32_t two(const bf16* p) {
     return bits;
 }
 
+// The even (0) or odd (1) inputs' weights of a pair for part `part` of a tile's sixteen outputs.
+template <int WHICH>
+inline Vec half_of_pairs(const bf16* pair, int part) {
+    const __m256i both = _mm256_loadu_si256((const __m256i*)(pair + part * DOT_WIDTH));
+    return WHICH == 0 ? low(both) : high(both);
+}
+
 struct Tile {
     Vec low0, high0, low1, high1;
     Tile() = default;
