@@ -20,7 +20,7 @@ from tests.kernels.test_row_invariance import cancelling, cancelling_attention, 
 from vivace.kernels.library import runnable
 from vivace.kernels.native import Matrix, NativeBody, pack
 
-ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 64)
+ROWS = (*range(1, 18), 24, 31, 32, 33, 48, 64, 96, 97, 200)
 BF16 = torch.bfloat16
 
 
@@ -35,7 +35,7 @@ def rows_are_their_own(
     body: NativeBody, widths: tuple[int, int], dtype: torch.dtype, packed: bool, counts: Iterable[int]
 ) -> None:
     """Products of a row, plain and gated, are the same alone and first or last of so many rows."""
-    x, weight = cancelling(64, *widths, dtype)
+    x, weight = cancelling(200, *widths, dtype)
     m = Matrix(pack(weight) if packed else weight, normal(widths[1], dtype=dtype, seed=2) * 1e-6, *widths)
     gate = Matrix(pack(weight.roll(1, 0)), None, *widths)
     torch.set_num_threads(1)

@@ -134,6 +134,10 @@ struct Entries {
         return _mm256_or_si256(_mm256_shuffle_epi8(low, first), _mm256_shuffle_epi8(high, second));
     }
     void choose(const Words& words, Tile& tile) const { tile.set(chosen(words.low), chosen(words.high)); }
+    void choose(const Words& words, bf16* tile) const {
+        _mm256_storeu_si256((__m256i*)tile, chosen(words.low));
+        _mm256_storeu_si256((__m256i*)(tile + 16), chosen(words.high));
+    }
 };
 
 struct UpperBytes {

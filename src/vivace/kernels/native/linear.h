@@ -118,11 +118,6 @@ inline void for_lanes(int64_t tile, int64_t out, Use use) {
     }
 }
 
-// Whether rows of inputs are multiplied in float32 with a matrix (linear_wide.h).
-inline bool is_wide(const Matrix& m, int64_t rows) {
-    return WIDENS && rows >= LEAST_WIDE && (m.format == TILES || m.format == FLOAT16_TILES || m.format == BFLOAT16_TILES);
-}
-
 // Rows from `first` on that meet the same tiles one after another, widened once for all of these.
 class InputRows {
 public:

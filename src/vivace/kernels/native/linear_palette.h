@@ -30,6 +30,10 @@ struct LutWords {
             return Words(p).template shifted<15>() | Words(p + 64).template shifted<14, 2>() |
                    Words(p + 128).template shifted<13, 4>();
     }
+    // Decodes a block to a tile of numbers.
+    static void decode(const Entries& entries, const uint8_t* p, bf16* tile) {
+        for_each_of<PAIRS>([&]<int J>() __attribute__((always_inline)) { entries.choose(words<J>(p), tile + 2 * LANES * J); });
+    }
     // Decodes pairs 4 Q .. 4 Q + 3 of a block.
     template <int Q>
     static void choose(const Entries& entries, const uint8_t* p, Tile* tiles) {

@@ -3,7 +3,11 @@
 #pragma once
 #include <vector>
 
+#if defined(VIVACE_FLOAT32)
 #include "linear_bf16.h"
+#else
+#include "linear_palette.h"
+#endif
 
 namespace {
 
@@ -118,32 +122,98 @@ constexpr void (*SUM_WIDE[])(const W*, int64_t, const float*, int64_t, bool, flo
     sum_wide_block<1, W>, sum_wide_block<2, W>, sum_wide_block<3, W>, sum_wide_block<4, W>, sum_wide_block<5, W>,
 };
 
+// Weights of a step of a tile, and where those of the next step lie, with how many bytes for each pair of inputs.
+template <class W>
+struct WideStep {
+    const W* weights;
+    const void* next;
+    int64_t bytes;
+};
+
+// Weights that are stored as numbers.
+template <class W>
+struct WideNumbers {
+    WideStep<W> step(const Matrix& m, int64_t tile, int64_t at, int64_t) const {
+        const W* const w = (const W*)m.weight + (tile * even(m.in) + at) * LANES;
+        return {w, w + WIDE_INPUTS * LANES, 2 * LANES * sizeof(W)};
+    }
+};
+
+#if !defined(VIVACE_FLOAT32)
+// Weights that are codes into codebooks in bfloat16, decoded once for all rows.
+template <int BITS>
+struct WideCodes {
+    using Block = LutWords<BITS>;
+    WideStep<bf16> step(const Matrix& m, int64_t tile, int64_t at, int64_t pairs) {
+        const Entries entries = Block::entries(m, tile);
+        const uint8_t* w = (const uint8_t*)m.weight + tile * Block::size((m.in + 1) / 2) + at / 2 / Block::PAIRS * Block::BYTES;
+        for (int64_t p = 0; p < pairs; p += Block::PAIRS, w += Block::BYTES)
+            Block::decode(entries, w, numbers_ + p * 2 * LANES);
+        return {numbers_, w, Block::BYTES / Block::PAIRS};
+    }
+
+private:
+    alignas(64) bf16 numbers_[WIDE_INPUTS * LANES];
+};
+#endif
+
 // sums[i][r][lane] of tiles tile..tile+count-1, for at most MOST_WIDE widened rows. While a step of a tile is multiplied
 // with the blocks of rows one after another, each of them prefetches its share of the step that follows.
-template <class W>
-void sum_wide(const Matrix& m, int64_t tile, int count, const float* x, int64_t stride, int64_t rows, float* sums) {
+template <class W, class Weights>
+void sum_wide(const Matrix& m, int64_t tile, int count, const float* x, int64_t stride, int64_t rows, float* sums,
+              Weights&& weights) {
     const int64_t width = even(m.in), blocks = (rows + MAX_WIDE - 1) / MAX_WIDE, each = (rows + blocks - 1) / blocks;
-    const int64_t line = 2 * LANES * sizeof(W) / blocks;
     for (int i = 0; i < count; ++i)
         for (int64_t at = 0; at < width; at += WIDE_INPUTS) {
             const int64_t pairs = (width - at < WIDE_INPUTS ? width - at : WIDE_INPUTS) / 2;
-            const W* w = (const W*)m.weight + ((tile + i) * width + at) * LANES;
-            const char* ahead = (const char*)(w + WIDE_INPUTS * LANES);
-            for (int64_t r = 0; r < rows; r += each, ahead += line * pairs) {
+            const WideStep<W> step = weights.step(m, tile + i, at, pairs);
+            const char* ahead = (const char*)step.next;
+            for (int64_t r = 0; r < rows; r += each, ahead += step.bytes / blocks * pairs) {
                 const int64_t some = rows - r < each ? rows - r : each;
                 float* const to = sums + (i * rows + r) * LANES;
-                SUM_WIDE<W>[some - 1](w, pairs, x + r * stride + at, stride, at > 0, to, ahead, line);
+                SUM_WIDE<W>[some - 1](step.weights, pairs, x + r * stride + at, stride, at > 0, to, ahead, step.bytes / blocks);
             }
         }
 }
 
+// The same for every format that is multiplied so.
 inline void sum_wide_tiles(const Matrix& m, int64_t tile, int count, const float* x, int64_t stride, int64_t rows,
                            float* sums) {
+    if constexpr (WIDENS) switch ((Format)m.format) {
+        case TILES:
+            return sum_wide<bf16>(m, tile, count, x, stride, rows, sums, WideNumbers<bf16>());
 #if defined(VIVACE_FLOAT32)
-    if (m.format == FLOAT16_TILES) return sum_wide<Float16>(m, tile, count, x, stride, rows, sums);
-    if (m.format == BFLOAT16_TILES) return sum_wide<Bfloat16>(m, tile, count, x, stride, rows, sums);
+        case FLOAT16_TILES:
+            return sum_wide<Float16>(m, tile, count, x, stride, rows, sums, WideNumbers<Float16>());
+        case BFLOAT16_TILES:
+            return sum_wide<Bfloat16>(m, tile, count, x, stride, rows, sums, WideNumbers<Bfloat16>());
+#else
+        case LUT2:
+            return sum_wide<bf16>(m, tile, count, x, stride, rows, sums, WideCodes<2>());
+        case LUT3:
+            return sum_wide<bf16>(m, tile, count, x, stride, rows, sums, WideCodes<3>());
+        case LUT4:
+            return sum_wide<bf16>(m, tile, count, x, stride, rows, sums, WideCodes<4>());
 #endif
-    if constexpr (WIDENS) sum_wide<bf16>(m, tile, count, x, stride, rows, sums);
+        default:
+            return;
+    }
+}
+
+// Whether rows of inputs are multiplied in float32 with a matrix.
+inline bool is_wide(const Matrix& m, int64_t rows) {
+    if (!WIDENS || rows < LEAST_WIDE) return false;
+    switch ((Format)m.format) {
+        case TILES:
+        case FLOAT16_TILES:
+        case BFLOAT16_TILES:
+        case LUT2:
+        case LUT3:
+        case LUT4:
+            return true;
+        default:
+            return false;
+    }
 }
 
 }  // namespace
