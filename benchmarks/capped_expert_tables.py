@@ -21,19 +21,23 @@ OTHERS = {
 
 COLUMNS = (
     *("row", "ms a token", "beside LRU", "bound beside LRU", "beside no cache", "simulator", "loads a token"),
-    *("read from the device a token", "most memory", "texts as on demand"),
+    *("read a token, prompts included", "most memory", "texts as on demand"),
 )
 
 
+def tables_of(folder: Path) -> str:
+    """Return the tables of all committed runs, those of the slowest device first."""
+    runs = sorted(folder.glob("*.json"), key=lambda path: float(json.loads(path.read_text("utf-8"))["gb_per_s"]))
+    return "\n\n".join(map(tables, runs)) or "No run is committed yet."
+
+
 def tables(path: Path) -> str:
-    """Return the committed run as a table, with what was asked for; nothing without one."""
-    if not path.is_file():
-        return "No run is committed yet."
+    """Return a run as a table, with what was asked for."""
     report = json.loads(path.read_text(encoding="utf-8"))
     rows = report["rows"]
     told = [_told(OTHERS.get(name, name.replace("_", " ")), row, rows) for name, row in rows.items()]
     caption = (
-        f"{captions.heading(report['provenance'], report['kernels'])}, one thread; {report['num_experts']} experts of "
+        f"{captions.heading(report['provenance'], report['kernels'])}; {report['num_experts']} experts of "
         f"{report['expert_bytes'] / 1e6:.2f} MB, {report['share']:.0%} of them in memory, bfloat16. Every row is a "
         f"process in a control group of {format_bytes(report['limit_bytes'])}, page cache included (the store is "
         f"{format_bytes(report['store_bytes'])}), whose reads of the disk the kernel holds to "
@@ -57,7 +61,7 @@ def _told(name: str, row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> tu
         f"{row['bound_over_lru']:.2f}x" if "bound_over_lru" in row else "",
         f"{row.get('over_on_demand', 0):.2f}x",
         "" if simulated is None else f"{simulated:.1f} ({simulated / row['ms_per_token'] - 1:+.0%})",
-        f"{row['loads_per_token']:.1f}" if simulated is not None else "",
+        f"{row['loads_per_token']:.1f}" if row.get("loads_per_token") else "",
         format_bytes(int(row["device_bytes"] / row["num_tokens"])),
         format_bytes(row["peak_bytes"]),
         f"{same} of {len(row['texts'])}",
@@ -73,11 +77,16 @@ def _verdict(report: dict[str, Any]) -> Iterator[str]:
     behind = [f"{ahead['ms_per_token'] / rows[name]['ms_per_token']:.2f}" for name in RIVALS if name in rows]
     names = [OTHERS[name] for name in RIVALS if name in rows]
     above = [n.replace("_", " ") for n, row in rows.items() if row["over_lru"] > row.get("bound_over_lru", 9e9) + 0.005]
+    gains = [
+        f"{ahead[f'over_{base}']:.2f}x {name} ({bar} was asked for)"
+        for base, name, bar in (("lru", "LRU", "1.25x"), ("on_demand", "no cache", "2.5x"))
+        if f"over_{base}" in ahead
+    ]
+    rivals = f"Of the time of {', '.join(names)} it takes {', '.join(behind)}. " if names else ""
     off = [row["simulated_ms"] / row["ms_per_token"] - 1 for row in rows.values() if "simulated_ms" in row]
     simulator = f"is {min(off):+.0%} to {max(off):+.0%} off (15% was asked for)" if off else "was not run"
     yield (
-        f"Asked for were 1.25x LRU and 2.5x no cache ahead of time: measured {ahead['over_lru']:.2f}x and "
-        f"{ahead['over_on_demand']:.2f}x. Of the time of {', '.join(names)} it takes {', '.join(behind)}. "
+        f"Ahead of time: {' and '.join(gains)}. {rivals}"
         f"Gains above their own bound: {', '.join(n for n in above if n != 'lru') or 'none'}. The simulator "
         f"{simulator}."
     )

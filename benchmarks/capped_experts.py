@@ -51,7 +51,7 @@ from vivace.storage.store import open_store
 
 THROTTLE = Path("/sys/fs/cgroup/blkio/vivace-capped")
 """The control group that slows reads down; removed after the measurement."""
-ROOM = 128 << 20
+ROOM = 256 << 20
 """Bytes of the limit beside weights: activations, keys and values, and whatever Python allocates."""
 POLICIES = ("on_demand", "lru", "next_layer", "ahead")
 """Rows of the expert cache."""
@@ -59,6 +59,8 @@ FEW = 8
 """Tokens of each of two answers of the slowest rival."""
 MOST_S = 150
 """Seconds after which a row is cut, unless told otherwise."""
+MOST_IN_MEMORY_S = 900
+"""Seconds for loading and timing the whole model, without which nothing can be simulated."""
 
 
 class MappedExperts:
@@ -316,6 +318,15 @@ def simulated_ms(name: str, options: argparse.Namespace, bench: Bench, facts: di
     return 1e3 * bench.simulated(name, trace, bench.num_slots(options.share), compute, facts["expert_s"], bound_to)
 
 
+def simulate(rows: dict[str, dict[str, Any]], options: argparse.Namespace, bench: Bench, facts: dict[str, Any]) -> None:
+    """Add to the policies' rows, also to those of an interrupted run, what a token computes and what is simulated."""
+    for name in POLICIES:
+        row = rows.get(name, {"error": "not measured"})
+        if "error" not in row and "error" not in facts and "simulated_ms" not in row:
+            row["compute_ms"] = 1e3 * facts["compute_s"].get(name, facts["compute_s"]["plain"])
+            row["simulated_ms"] = simulated_ms(name, options, bench, facts)
+
+
 def with_gains(rows: dict[str, dict[str, Any]], load_ms: float) -> None:
     """Add speed-ups over LRU and no cache, and to policies the most that any order of their loads could give.
 
@@ -384,14 +395,14 @@ def main() -> None:
         **{"provenance": asdict(provenance(torch.device("cpu"))), "kernels": choose("auto").name},
     }
     kept = kept_rows(options.json, settings)
-    facts, rows = kept["in_memory"] or run("in_memory", words, max(MOST_S, options.row_s)), kept["rows"]
+    facts, rows = kept["in_memory"], kept["rows"]
+    if facts is None or "error" in facts:
+        facts = run("in_memory", words, MOST_IN_MEMORY_S)
     for name in options.rows:
-        if name in rows:
+        if name in rows and "error" not in rows[name]:
             continue
         rows[name] = row = run(name, words, options.row_s)
-        if name in POLICIES and "error" not in row and "error" not in facts:
-            row["compute_ms"] = 1e3 * facts["compute_s"].get(name, facts["compute_s"]["plain"])
-            row["simulated_ms"] = simulated_ms(name, options, bench, facts)
+        simulate(rows, options, bench, facts)
         told = {key: value for key, value in row.items() if key not in ("texts", "ms_by_answer")}
         print(name, json.dumps(told), flush=True)
         with_gains(rows, bench.experts.expert_bytes / (options.gb_per_s * 1e6))

@@ -146,7 +146,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "capped": capped.tables(RESULTS / "flash" / "capped" / "smollm2.json"),
         },
         techniques / "experts.md": {
-            "capped": capped_expert_tables.tables(RESULTS / "experts-capped" / "mixture.json"),
+            "capped": capped_expert_tables.tables_of(RESULTS / "experts-capped"),
             "headline": expert_tables.headline(RESULTS / "experts" / "paced.json"),
             "results": expert_tables.tables(RESULTS / "experts"),
             "sweep": expert_tables.sweep(RESULTS / "sweep" / "experts.json", RESULTS / "experts"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.capped_expert_tables import tables
+from benchmarks.capped_expert_tables import tables_of
 from benchmarks.capped_experts import MappedExperts, kept_rows, last_row, with_gains
 from benchmarks.expert_guesses import load_around
 from benchmarks.mixture_gguf import write_mixture
@@ -81,15 +81,20 @@ def test_gains_and_bounds_stand_in_the_table(tmp_path: Path) -> None:
         **{"kernels": "avx512", "num_experts": 384, "expert_bytes": 3_000_000, "share": 0.5, "limit_bytes": 1 << 29},
         **{"store_bytes": 1 << 30, "gb_per_s": 2.0, "answers": 7, "tokens": 48, "rows": rows},
     }
-    assert tables(tmp_path / "none.json") == "No run is committed yet."
-    (tmp_path / "some.json").write_text(json.dumps(report))
-    text = tables(tmp_path / "some.json")
+    assert tables_of(tmp_path) == "No run is committed yet."
+    (tmp_path / "slow.json").write_text(json.dumps(report))
+    few = {name: row | {} for name, row in rows.items() if name in ("lru", "ahead")}
+    few["ahead"].pop("over_on_demand")
+    (tmp_path / "fast.json").write_text(json.dumps(report | {"gb_per_s": 3.0, "rows": few}))
+    text, fast = tables_of(tmp_path).split("holds to 3 GB/s")
     assert "| ahead | 25.0 | 2.00x (1.60 to 2.40) | 1.67x | 4.00x | 44.0 (+76%) |" in text
     assert "| memory map, llama.cpp | 50.0 | 1.00x" in text
     assert "| 1 of 2 |" in text
     assert "killed for memory" in text
     assert "Gains above their own bound: ahead, llama.cpp." not in text
     assert "Gains above their own bound: ahead." in text
+    assert "Ahead of time: 2.00x LRU (1.25x was asked for) and 4.00x no cache (2.5x was asked for). Of the" in text
+    assert "Ahead of time: 2.00x LRU (1.25x was asked for). Gains above" in fast
 
 
 def test_a_row_that_is_cut_keeps_its_last_whole_line() -> None:
