@@ -13,8 +13,8 @@ from vivace.units import format_bytes
 
 RIVALS = ("mmap", "llama.cpp", "accelerate")
 OTHERS = {
-    "mmap": "memory map, ours",
-    "llama.cpp": "memory map, llama.cpp",
+    "mmap": "our memory map",
+    "llama.cpp": "llama.cpp's memory map",
     "accelerate": "transformers with accelerate",
 }
 
@@ -59,12 +59,12 @@ def _told(name: str, row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> tu
         f"{row['ms_per_token']:.1f}",
         f"{row.get('over_lru', 0):.2f}x ({low:.2f} to {high:.2f})",
         f"{row['bound_over_lru']:.2f}x" if "bound_over_lru" in row else "",
-        f"{row.get('over_on_demand', 0):.2f}x",
+        f"{row['over_on_demand']:.2f}x" if "over_on_demand" in row else "",
         "" if simulated is None else f"{simulated:.1f} ({simulated / row['ms_per_token'] - 1:+.0%})",
         f"{row['loads_per_token']:.1f}" if row.get("loads_per_token") else "",
         format_bytes(int(row["device_bytes"] / row["num_tokens"])),
         format_bytes(row["peak_bytes"]),
-        f"{same} of {len(row['texts'])}",
+        f"{same} of {min(len(base), len(row['texts']))}" if base else "",
     )
 
 
@@ -74,15 +74,18 @@ def _verdict(report: dict[str, Any]) -> Iterator[str]:
     if "ahead" not in rows or "lru" not in rows:
         return
     ahead = rows["ahead"]
-    behind = [f"{ahead['ms_per_token'] / rows[name]['ms_per_token']:.2f}" for name in RIVALS if name in rows]
-    names = [OTHERS[name] for name in RIVALS if name in rows]
+    behind = [
+        f"{ahead['ms_per_token'] / rows[name]['ms_per_token']:.2f} of the time of {OTHERS[name]}"
+        for name in RIVALS
+        if name in rows
+    ]
     above = [n.replace("_", " ") for n, row in rows.items() if row["over_lru"] > row.get("bound_over_lru", 9e9) + 0.005]
     gains = [
         f"{ahead[f'over_{base}']:.2f}x {name} ({bar} was asked for)"
         for base, name, bar in (("lru", "LRU", "1.25x"), ("on_demand", "no cache", "2.5x"))
         if f"over_{base}" in ahead
     ]
-    rivals = f"Of the time of {', '.join(names)} it takes {', '.join(behind)}. " if names else ""
+    rivals = f"It takes {', '.join(behind)}. " if behind else ""
     off = [row["simulated_ms"] / row["ms_per_token"] - 1 for row in rows.values() if "simulated_ms" in row]
     simulator = f"is {min(off):+.0%} to {max(off):+.0%} off (15% was asked for)" if off else "was not run"
     yield (

@@ -88,12 +88,13 @@ def test_gains_and_bounds_stand_in_the_table(tmp_path: Path) -> None:
     (tmp_path / "fast.json").write_text(json.dumps(report | {"gb_per_s": 3.0, "rows": few}))
     text, fast = tables_of(tmp_path).split("holds to 3 GB/s")
     assert "| ahead | 25.0 | 2.00x (1.60 to 2.40) | 1.67x | 4.00x | 44.0 (+76%) |" in text
-    assert "| memory map, llama.cpp | 50.0 | 1.00x" in text
+    assert "| llama.cpp's memory map | 50.0 | 1.00x" in text
     assert "| 1 of 2 |" in text
     assert "killed for memory" in text
     assert "Gains above their own bound: ahead, llama.cpp." not in text
     assert "Gains above their own bound: ahead." in text
-    assert "Ahead of time: 2.00x LRU (1.25x was asked for) and 4.00x no cache (2.5x was asked for). Of the" in text
+    assert "Ahead of time: 2.00x LRU (1.25x was asked for) and 4.00x no cache (2.5x was asked for). It takes" in text
+    assert "0.50 of the time of llama.cpp's memory map. Gains" in text
     assert "Ahead of time: 2.00x LRU (1.25x was asked for). Gains above" in fast
 
 
