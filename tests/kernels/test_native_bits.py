@@ -56,6 +56,14 @@ def test_linear(body: NativeBody, widths: tuple[int, int], packed: bool) -> None
 
 
 @pytest.mark.parametrize("packed", [True, False])
+def test_no_rows_have_no_products(body: NativeBody, packed: bool) -> None:
+    x, weight = cancelling(1, 48, 96, BF16)
+    m = Matrix(pack(weight) if packed else weight, None, 48, 96)
+    assert body.linear(m, x[:0]).shape == (0, 96)
+    assert body.gated(m, m, x[:0], "silu").shape == (0, 96)
+
+
+@pytest.mark.parametrize("packed", [True, False])
 def test_tile_registers_sum_even_and_odd_inputs_apart(library: ctypes.CDLL, packed: bool) -> None:
     """As no other body does: what is lost beside a large number in one chain is kept in two."""
     if "amx" not in runnable(library):

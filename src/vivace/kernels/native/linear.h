@@ -151,7 +151,7 @@ constexpr int64_t MOST_BLOCK_ROWS = WIDENS ? MOST_WIDE : BLOCK_ROWS;
 // together (GROUP), so that an input that was loaded is used for 64 outputs.
 template <class Use>
 inline void for_groups(const Matrix& m, const bf16* x, int64_t stride, int64_t rows, int64_t first, int64_t stop, Use use) {
-    const RowBlocks stretches(rows, WIDENS ? MOST_WIDE : rows);
+    const RowBlocks stretches(rows, WIDENS ? MOST_WIDE : rows + 1);
     for (int64_t begin = 0; begin < rows; begin += stretches.size) {
         const InputRows inputs(m, x, stride, begin, stretches.at(begin));
         for (int64_t tile = first; tile < stop; tile += GROUP) {
