@@ -27,13 +27,13 @@ COLUMNS = (
 
 def tables_of(folder: Path) -> str:
     """Return the tables of all committed runs, those of the slowest device first."""
-    runs = sorted(folder.glob("*.json"), key=lambda path: float(json.loads(path.read_text("utf-8"))["gb_per_s"]))
-    return "\n\n".join(map(tables, runs)) or "No run is committed yet."
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+    reports.sort(key=lambda report: float(report["gb_per_s"]))
+    return "\n\n".join(map(tables, reports)) or "No run is committed yet."
 
 
-def tables(path: Path) -> str:
+def tables(report: dict[str, Any]) -> str:
     """Return a run as a table, with what was asked for."""
-    report = json.loads(path.read_text(encoding="utf-8"))
     rows = report["rows"]
     told = [_told(OTHERS.get(name, name.replace("_", " ")), row, rows) for name, row in rows.items()]
     caption = (

@@ -398,20 +398,25 @@ def main() -> None:
     facts, rows = kept["in_memory"], kept["rows"]
     if facts is None or "error" in facts:
         facts = run("in_memory", words, MOST_IN_MEMORY_S)
+    report = settings | {"in_memory": facts, "rows": rows}
+
+    def keep() -> None:
+        simulate(rows, options, bench, facts)
+        with_gains(rows, bench.experts.expert_bytes / (options.gb_per_s * 1e6))
+        if options.json is not None:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    keep()  # the rows of an interrupted run may lack what is known now
     for name in options.rows:
         if name in rows and "error" not in rows[name]:
             continue
         rows[name] = row = run(name, words, options.row_s)
-        simulate(rows, options, bench, facts)
+        keep()
         told = {key: value for key, value in row.items() if key not in ("texts", "ms_by_answer")}
         print(name, json.dumps(told), flush=True)
-        with_gains(rows, bench.experts.expert_bytes / (options.gb_per_s * 1e6))
-        if options.json is not None:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(settings | {"in_memory": facts, "rows": rows}, indent=1) + "\n"
-            options.json.write_text(text, encoding="utf-8")
     if options.json is not None:
-        print(tables(options.json))
+        print(tables(report))
 
 
 if __name__ == "__main__":
