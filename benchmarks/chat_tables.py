@@ -34,9 +34,10 @@ def regimes(folder: Path) -> str:
         distances = [_of_best(part) for part in cells]
         near, above = sum(d >= 0.95 for d in distances), sum(_gain(part, "auto") >= 0.97 for part in cells)
         busy = max((part["others_cpu_share"] or 0 for part in cells), default=0)
+        before = "it has a run behind it" if written.get("remembered") else "it has measured nothing before"
         parts.append(
             f"**{written['model']}**, up to {written['tokens']} tokens (`{path.stem}.json`), drawn with top-p "
-            f"{written['top_p']:g}. {captions.machine(written['provenance'], written['kernels'], 0)}"
+            f"{written['top_p']:g}; `auto`: {before}. {captions.machine(written['provenance'], written['kernels'], 0)}"
             f"{captions.others({'others_cpu_share': busy})}. `auto` within 5 % of the best fixed method in {near} of "
             f"{len(cells)} cells, at least .97x of plain in {above}; lowest {min(distances):.2f} of the best."
         )

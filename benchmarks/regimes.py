@@ -2,8 +2,10 @@
 
 A regime is a number of sequences, greedy or drawn tokens and a length of prompts, on a number of threads that a run
 has throughout, as a process of a user has it. In each, every method answers the same prompts in turns, and ``auto`` is
-compared with the best of the others. ``auto`` begins with what it measured in earlier regimes of this run, never with
-what earlier runs have kept.
+compared with the best of the others. ``auto`` begins with what it measured in earlier regimes of this run. With
+``--earlier`` it has a run behind it, as it has for a user from the second time on: an engine of its own answers other
+prompts in every regime with ``auto`` first, whose measurements are kept in a folder of this benchmark (``auto.json``),
+and the engine that is measured reads them.
 
 PROMPTS is a file of ``benchmarks.chat_drafts prompts``. Long prompts are its documents, several behind one another
 until they have about ``LONG`` tokens, with the last question at the end.
@@ -14,8 +16,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,14 +66,28 @@ def cells(asked: argparse.Namespace) -> Iterator[tuple[int, float, str]]:
     yield from itertools.product(asked.batches, asked.temperatures, ("short", "long"))
 
 
-def measure(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return what every method does in each regime, until the time is over."""
+def texts_of(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -> Mapping[str, list[BenchmarkPrompt]]:
+    """Return short and long prompts, as many of each as the largest regime has."""
     most = max(asked.prompts, *asked.batches)
     texts = {"short": short_prompts(rows, most), "long": list(long_prompts(engine, rows, most))}
-    encoded = {
+    return {
         name: [BenchmarkPrompt(text, tuple(engine.tokenizer.encode_prompt(text))) for text in found]
         for name, found in texts.items()
     }
+
+
+def answer_before(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -> None:
+    """Answer prompts in every regime with ``auto``, which keeps what it measures for later runs."""
+    encoded = texts_of(engine, rows, asked)
+    for batch, temperature, length in cells(asked):
+        one = engine if temperature == 0 else Drawing(engine, temperature, TOP_P)
+        prompts = encoded[length][: max(asked.prompts, batch)]
+        run_benchmark([MethodSystem("auto", one, asked.tokens)], prompts, batch_size=batch, repeats=1, warm_up=0)
+
+
+def measure(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what every method does in each regime, until the time is over."""
+    encoded = texts_of(engine, rows, asked)
     started, report = time.monotonic(), []
     for batch, temperature, length in cells(asked):
         if time.monotonic() - started > asked.seconds:
@@ -95,6 +113,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("file", type=Path, metavar="PROMPTS")
     parser.add_argument("--adapter", type=Path, help="draft weights of the method quantized")
+    parser.add_argument("--earlier", type=Path, metavar="PROMPTS", help="prompts of a run before, which auto remembers")
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16])
     parser.add_argument("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 0.7])
@@ -109,11 +128,19 @@ def main() -> None:
     torch.set_num_threads(asked.threads)
     origin = asdict(provenance(torch.device("cpu")))
     adapters = {} if asked.adapter is None else {"quantized": asked.adapter}
-    engine = vivace.load(asked.model, adapters=adapters, kernels=asked.kernels, remember=False)
-    report = measure(engine, load_prompts(asked.file), asked)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["VIVACE_CACHE_DIR"] = folder
+        remember = asked.earlier is not None
+        if remember:
+            before = vivace.load(asked.model, adapters=adapters, kernels=asked.kernels)
+            answer_before(before, load_prompts(asked.earlier), asked)
+            del before
+        engine = vivace.load(asked.model, adapters=adapters, kernels=asked.kernels, remember=remember)
+        report = measure(engine, load_prompts(asked.file), asked)
     if asked.json is not None:
         written = {"provenance": origin, "kernels": engine.kernels.name, "tokens": asked.tokens}
-        written |= {"model": asked.model.name, "top_p": TOP_P, "repeats": asked.repeats, "report": report}
+        written |= {"model": asked.model.name, "top_p": TOP_P, "repeats": asked.repeats}
+        written |= {"remembered": remember, "report": report}
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 

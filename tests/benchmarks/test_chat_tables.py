@@ -70,7 +70,10 @@ def test_auto_stands_beside_the_best_of_each_regime(tmp_path: Path) -> None:
     ]
     written = {"provenance": MACHINE, "kernels": "avx512", "model": "m", "tokens": 64, "top_p": 0.95, "report": report}
     (tmp_path / "found.json").write_text(json.dumps(written))
+    (tmp_path / "later.json").write_text(json.dumps({**written, "remembered": True}))
     text = regimes(tmp_path)
+    assert "(`found.json`), drawn with top-p 0.95; `auto`: it has measured nothing before." in text
+    assert "(`later.json`), drawn with top-p 0.95; `auto`: it has a run behind it." in text
     assert "| batch 1, greedy, prompts of 40 tokens, 2 threads | 100/s | 1.50x | 1.47x | 0.98 |" in text
     assert "| batch 4, temperature 0.7, prompts of 40 tokens, 2 threads | 100/s | 0.80x | 0.90x | 0.90 |" in text
     assert "within 5 % of the best fixed method in 1 of 2 cells, at least .97x of plain in 1; lowest 0.90" in text
