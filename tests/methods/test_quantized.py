@@ -30,8 +30,10 @@ from vivace.methods.quantized.stored import copies_of
 from vivace.prompts import Prompt
 from vivace.recipes.frozen import FrozenRecipe
 from vivace.recipes.kinds import recipe_of
+from vivace.recipes.quantized import sample_of
 from vivace.recipes.trainer import train_beside
 from vivace.serve.catalog import Catalog
+from vivace.train.data import TokenBatch
 from vivace.train.report import Lines
 from vivace.tuning import candidates_of, keep_plan, planned, write_vocabulary
 
@@ -195,6 +197,16 @@ def test_codes_are_laid_out_as_the_quantizer_does() -> None:
 def test_inputs_that_are_never_seen_do_no_harm() -> None:
     codes, scales = quantized_for(torch.randn(16, 64), torch.zeros(64, 64))
     assert q4_of(codes, scales, 64).dense().isfinite().all()
+
+
+def test_calibration_takes_as_many_tokens_as_were_asked_for_of_short_texts_and_long_ones() -> None:
+    lengths = [8 * n for n in range(1, 25)]  # in order, as batches come
+    batches = [TokenBatch(torch.zeros(2, n, dtype=torch.long), torch.zeros(2, n).bool()) for n in lengths]
+    found = [batch.tokens.shape[1] for batch in sample_of(batches, 1600)]
+    assert 1600 <= 2 * sum(found) < 1600 + 2 * found[-1] + 1
+    assert len(set(found)) == len(found)
+    assert min(found) < 96 < max(found)
+    assert len(sample_of(batches, 10**6)) == len(batches)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -64,9 +65,7 @@ class QuantizedTraining(Trainable):
     def finish(self) -> TrainedAdapter:
         """Return codes and scales of all matrices outside of experts."""
         model, note = self.context.engine.model, self.context.report.note
-        every = self.context.batches(self.context.train)
-        needed = max(1, self.recipe.calibration_tokens // self.recipe.tokens_per_batch)
-        batches = every[:: max(1, len(every) // needed)][:needed]  # short texts and long ones
+        batches = sample_of(self.context.batches(self.context.train), self.recipe.calibration_tokens)
         count = sum(batch.num_elements for batch in batches)
         found = dict[str, Tensor]()
         for index, tensors in enumerate(quantized_layers(model, batches), 1):
@@ -74,6 +73,16 @@ class QuantizedTraining(Trainable):
             if index % 8 == 0 or index == model.config.num_layers:
                 note(f"quantized {index} of {model.config.num_layers} layers on {count:,} tokens")
         return TrainedAdapter(self.recipe.plan, QuantizedConfig(), found)
+
+
+def sample_of(batches: Sequence[TokenBatch], tokens: int) -> list[TokenBatch]:
+    """Return as many batches as have so many tokens, or all; they are sorted by length, so those taken are any."""
+    found, left = [], tokens
+    for batch in random.Random(0).sample(batches, len(batches)):
+        if left > 0:
+            found.append(batch)
+            left -= batch.num_elements
+    return found
 
 
 @torch.no_grad()
