@@ -7,7 +7,8 @@ exit with a trained factor per component. A killed run goes on. ``measure`` lets
 further lever (quantized drafts, a draft vocabulary, several steps in a native call) added in turn, on the residual and
 on the plain exit.
 
-``--set shapes`` compares exit layers and ranks instead. Intervals are bootstrap intervals over prompts.
+``--only`` takes some of the eight, and the rows of these, where a step takes long. ``--set shapes`` compares exit layers
+and ranks instead. Intervals are bootstrap intervals over prompts.
 """
 
 from __future__ import annotations
@@ -117,6 +118,19 @@ def levers(words: int) -> list[Lever]:
     return rows
 
 
+def parts_of(given: argparse.Namespace) -> Mapping[str, tuple[str, ...]]:
+    """Return what is trained and measured, and what each changes in the recipe.
+
+    Raises:
+        SystemExit: the set has no such part.
+    """
+    every = SETS[given.set]
+    unknown = [name for name in given.only if name not in every]
+    if unknown:
+        raise SystemExit(f"--only: {unknown[0]!r} is none of {', '.join(every)}")
+    return {name: every[name] for name in given.only} if given.only else every
+
+
 def train(given: argparse.Namespace) -> None:
     """Train all parts that have no weights yet, in turn on the same batches; first the answers for all are written."""
     engine, path = vivace.load(given.model, kernels="torch"), given.runs / "own.jsonl"
@@ -128,14 +142,14 @@ def train(given: argparse.Namespace) -> None:
         own_text(vivace.load(given.model), path, Budget(TOKENS), LONGEST, asked, print)
     exits = () if given.exit_layer is None else (f"adapter.exit_layer={given.exit_layer}",)
     shared = (f"loop.steps={given.steps}", *SHARED, f"longest={LONGEST}", f"plan.vocabulary={given.vocabulary}", *exits)
-    parts = {given.runs / name: ("multirate", [*shared, *part]) for name, part in SETS[given.set].items()}
+    parts = {given.runs / name: ("multirate", [*shared, *part]) for name, part in parts_of(given).items()}
     learn_in_turn(engine, path, parts)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Measure all rows in turns on the same prompts."""
-    rows, players = levers(given.words) if given.set == "parts" else shapes(), list[_Named]()
-    parts = SETS[given.set]
+    parts, players = parts_of(given), list[_Named]()
+    rows = [row for row in (levers(given.words) if given.set == "parts" else shapes()) if row.parts in parts]
     engines = {name: vivace.load(given.model, adapters={"multirate": given.runs / name}) for name in parts}
     base = next(iter(engines.values()))
     players.append(_Named("plain", MethodSystem("plain", base, given.max_new_tokens)))
@@ -216,6 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("train", "measure"))
     parser.add_argument("--set", choices=tuple(SETS), default="parts", help="what is compared")
+    parser.add_argument("--only", nargs="*", default=[], metavar="PART", help="parts that are compared; all, if left out")
     parser.add_argument("--model", help="the model that ships, if left out")
     parser.add_argument("--runs", type=Path, required=True, help="a folder for each part")
     parser.add_argument("--data", type=Path, action="append", default=[], help="prompts to answer before drawn ones")

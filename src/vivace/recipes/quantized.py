@@ -15,6 +15,7 @@ from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, UnsupportedError
+from vivace.kernels.reference import any_order
 from vivace.methods.quantized.calibration import quantized_for
 from vivace.methods.quantized.drafter import QuantizedConfig
 from vivace.methods.quantized.stored import tensors_of
@@ -100,7 +101,8 @@ def quantized_layers(model: Decoder, batches: list[TokenBatch]) -> Iterator[dict
         moments = {id(module): torch.zeros(module.weight.shape[1], module.weight.shape[1]) for module, _ in parts}
         hooks = [module.register_forward_pre_hook(_adding_to(moments)) for module, _ in parts]
         try:
-            rows = [model.run(h, step, index, index + 1) for h, step in zip(rows, steps, strict=True)]
+            with any_order():
+                rows = [model.run(h, step, index, index + 1) for h, step in zip(rows, steps, strict=True)]
         finally:
             for hook in hooks:
                 hook.remove()
