@@ -7,8 +7,8 @@ exit with a trained factor per component. A killed run goes on. ``measure`` lets
 further lever (quantized drafts, a draft vocabulary, several steps in a native call) added in turn, on the residual and
 on the plain exit.
 
-``--only`` takes some of the eight, and the rows of these, where a step takes long. ``--set shapes`` compares exit layers
-and ranks instead. Intervals are bootstrap intervals over prompts.
+``--only`` takes some of the eight, and the rows of these, where a step takes long. ``--set shapes`` compares exit
+layers and ranks instead. Intervals are bootstrap intervals over prompts.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("train", "measure"))
     parser.add_argument("--set", choices=tuple(SETS), default="parts", help="what is compared")
-    parser.add_argument("--only", nargs="*", default=[], metavar="PART", help="parts that are compared; all, if left out")
+    parser.add_argument("--only", nargs="*", default=[], metavar="PART", help="parts to compare; all, if left out")
     parser.add_argument("--model", help="the model that ships, if left out")
     parser.add_argument("--runs", type=Path, required=True, help="a folder for each part")
     parser.add_argument("--data", type=Path, action="append", default=[], help="prompts to answer before drawn ones")

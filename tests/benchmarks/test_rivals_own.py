@@ -116,6 +116,14 @@ def test_a_row_is_a_system_and_a_column_a_category(tmp_path: Path) -> None:
     assert "| 0.10 | 0.60 |" in text
 
 
+def test_the_ablation_takes_some_parts_alone() -> None:
+    some = ablation.parts_of(argparse.Namespace(set="parts", only=["exit", "residual"]))
+    assert dict(some) == {name: ablation.PARTS[name] for name in ("exit", "residual")}
+    assert ablation.parts_of(argparse.Namespace(set="shapes", only=[])) == ablation.SHAPES
+    with pytest.raises(SystemExit, match=r"--only: 'exits' is none of exit, exit\+feedback"):
+        ablation.parts_of(argparse.Namespace(set="parts", only=["exits"]))
+
+
 def test_the_ablation_adds_a_lever_in_each_row(tmp_path: Path) -> None:
     rows = ablation.levers(2048)
     assert len({row.label for row in rows}) == len(rows)

@@ -94,6 +94,22 @@ def test_attention(length: int) -> None:
 
 
 @pytest.mark.usefixtures("without")
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_that_is_only_read_is_rounded_once_too(is_causal: bool) -> None:
+    """Prompts and sources: nothing is learnt there, and nobody asks for any order."""
+    q, k, v = (normal(2, 40, 4, 16, dtype=BF16, seed=seed) for seed in (1, 2, 3))
+    mask = None if is_causal else normal(4, 40, 40, dtype=BF16, seed=4)
+    rows, wide = (
+        [q, k.transpose(1, 2), v.transpose(1, 2)],
+        [q.float(), k.transpose(1, 2).float(), v.transpose(1, 2).float()],
+    )
+    with torch.no_grad():
+        found = attend_chunk(*rows, mask, scale=0.25)
+        expected = attend_chunk(*wide, None if mask is None else mask.float(), scale=0.25)
+    assert torch.equal(found, expected.bfloat16())
+
+
+@pytest.mark.usefixtures("without")
 def test_other_numbers_stay() -> None:
     x, w = normal(64, 512), normal(96, 512, seed=1)
     for dtype in (torch.float32, torch.float64):

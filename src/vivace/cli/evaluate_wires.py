@@ -15,7 +15,8 @@ from vivace.cli.console import console
 from vivace.cli.loading import open_engine
 from vivace.cli.options import LoadFlags
 from vivace.cli.prompting import split_names
-from vivace.errors import ConfigError, NotFoundError
+from vivace.errors import ConfigError
+from vivace.prompts import load_text
 
 if TYPE_CHECKING:
     from vivace.engine import Engine
@@ -122,12 +123,7 @@ def _read_wires(
     from vivace.evaluate.perplexity import windows_of
     from vivace.evaluate.provenance import provenance
 
-    if not place.is_file():
-        raise NotFoundError(f"there is no text {place}")
-    try:
-        text = place.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{place} is not text in UTF-8") from error
+    text = load_text(place)
     size = min(WINDOW, base.model.config.max_positions)
     windows = windows_of(base.tokenizer.encode(text, special=False), size, most)
     rows = [_measured(base, "one process", 1, windows)]

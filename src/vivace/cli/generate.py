@@ -12,8 +12,8 @@ import typer
 from vivace.cli import options
 from vivace.cli.console import console
 from vivace.cli.loading import open_engine, stats_json
-from vivace.errors import ConfigError, CorruptError, NotFoundError
-from vivace.prompts import Message, load_prompts
+from vivace.errors import ConfigError
+from vivace.prompts import Message, load_prompts, load_text
 
 if TYPE_CHECKING:
     from vivace.answer import Alternative, Chunk, Result
@@ -109,7 +109,7 @@ def read_requests(prompt: str | None, prompt_file: Path | None, token_ids: str |
         raise ConfigError(f"expected a prompt (or - for stdin) or --prompt-file, found {found}")
     if prompt_file is not None and {".jsonl", ".gz"} & set(prompt_file.suffixes):
         return [row.request for row in load_prompts(prompt_file)]
-    text = _read_text(prompt_file) if prompt_file is not None else sys.stdin.read() if prompt == "-" else prompt
+    text = load_text(prompt_file) if prompt_file is not None else sys.stdin.read() if prompt == "-" else prompt
     assert text is not None
     if not text.strip():
         raise ConfigError("the prompt is empty; give at least one character that is not white space")
@@ -126,7 +126,7 @@ def _with_untrusted(request: Request, paths: list[Path], *, raw: bool) -> Reques
     if raw or (not isinstance(request, str) and request and isinstance(request[0], int)):
         raise ConfigError("--untrusted needs the chat template; leave out --raw or --token-ids")
     messages: list[Message] = [{"role": "user", "content": request}] if isinstance(request, str) else list(request)  # type: ignore[arg-type]
-    return messages + [{"role": "untrusted", "content": _read_text(path)} for path in paths]
+    return messages + [{"role": "untrusted", "content": load_text(path)} for path in paths]
 
 
 def stream_answer(engine: Engine, request: Request, settings: dict[str, Any]) -> Result | None:
@@ -188,21 +188,6 @@ def _read_ids(text: str) -> list[int]:
     if wrong:
         raise ConfigError(f"--token-ids has {wrong[0]!r}; write numbers with commas between them, such as 1,17,4")
     return [int(word) for word in words]
-
-
-def _read_text(path: Path) -> str:
-    """Read a text file.
-
-    Raises:
-        NotFoundError: there is no such file.
-        CorruptError: it is not UTF-8.
-    """
-    if not path.is_file():
-        raise NotFoundError(f"prompt file {path}: no such file")
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CorruptError(f"prompt file {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 def _result_json(result: Result) -> dict[str, Any]:

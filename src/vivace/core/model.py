@@ -332,18 +332,21 @@ class Decoder(nn.Module):
         sources = {slot: source for slot, source in sources.items() if not cache.beside.lengths[slot]}
         unread = {slot: source for slot, source in sources.items() if not isinstance(source, Tensor)}
         found = dict(zip(unread, self.encoder.states(*unread.values()) if unread else (), strict=True))
-        for slot, source in sources.items():
-            self._keep_source(source if isinstance(source, Tensor) else found[slot], slot, cache)
+        states = {slot: source if isinstance(source, Tensor) else found[slot] for slot, source in sources.items()}
+        if states:
+            self._keep_sources(states, cache.beside)
 
-    def _keep_source(self, states: Tensor, slot: int, cache: KVCache) -> None:
-        """Store what the rows of a slot read of its source in every layer, given the encoder's output for it (S, E)."""
-        assert cache.beside is not None
-        step = Step.at(cache.beside, [slot] * len(states), list(range(len(states))))
+    def _keep_sources(self, states: Mapping[int, Tensor], beside: KVCache) -> None:
+        """Store what rows of each slot read of its source in every layer, given its states (S, E) from the encoder."""
+        counts = {slot: range(len(rows)) for slot, rows in states.items()}
+        slots = [slot for slot, places in counts.items() for _ in places]
+        step = Step.at(beside, slots, [place for places in counts.values() for place in places])
+        rows = torch.cat([rows.to(self.dtype) for rows in states.values()])
         for layer in self.layers:
             assert isinstance(layer, Layer)
             assert layer.cross is not None
-            layer.cross.store(states.to(self.dtype), step)
-        cache.beside.commit([slot], [range(len(states))])
+            layer.cross.store(rows, step)
+        beside.commit(list(counts), list(counts.values()))
 
     def states(self, *texts: Sequence[int]) -> tuple[Tensor, ...]:
         """Return what an encoder makes of texts, (S, E) each, in one pass whose bits are those of each text alone."""

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -152,15 +153,19 @@ def bar_repeats(scores: Tensor, texts: Tensor, size: int) -> None:
         texts: (n, T) tokens so far.
         size: n of the n-grams, at least 1.
     """
-    length = texts.shape[1]
-    if length < size:
+    ids = texts.cpu().numpy()
+    windows = ids.shape[1] - size + 1
+    if windows < 1:
         return
-    is_repeat = torch.ones(len(texts), length - size + 1, dtype=torch.bool, device=texts.device)
+    is_repeat = np.ones((len(ids), windows), dtype=np.bool_)
     for place in range(size - 1):  # the windows' tokens at this place, against those at the end of the text
-        last = texts[:, length - size + 1 + place, None]
-        is_repeat &= texts[:, place : place + length - size + 1] == last
-    rows, places = is_repeat.nonzero(as_tuple=True)
-    scores[rows, texts[rows, places + size - 1]] = -math.inf
+        is_repeat &= ids[:, place : place + windows] == ids[:, windows + place, None]
+    found = np.flatnonzero(is_repeat)
+    if not len(found):
+        return
+    rows, places = np.divmod(found, windows)
+    barred = torch.from_numpy(np.stack((rows, ids[rows, places + size - 1]))).to(scores.device)
+    scores[barred[0], barred[1]] = -math.inf
 
 
 def _followers(prefix: Sequence[int], ending: tuple[int, ...]) -> list[int]:

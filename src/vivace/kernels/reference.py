@@ -237,7 +237,9 @@ def _one_row(
 def attend_chunk(
     q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, *, scale: float, softcap: float | None = None
 ) -> Tensor:
-    """Return the attention of neighbouring rows of one slot (prefill) or of a dense batch (training).
+    """Return the attention of neighbouring rows of one slot (prefill) or of a dense batch (training, encoders).
+
+    On processors without products of bfloat16 they are computed in float32 (``widened.py``).
 
     Args:
         q: (B, T, H, D) queries.
@@ -255,9 +257,10 @@ def attend_chunk(
     if softcap is None and torch.is_grad_enabled() and q.device.type == "cpu" and q.shape[2] <= SHORT:
         return _attend_learning(q, keys, values, visible, scale).transpose(1, 2)
     if softcap is None:
-        out = F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=visible, is_causal=visible is None, scale=scale, enable_gqa=True
-        )
+        with widened_products():
+            out = F.scaled_dot_product_attention(
+                q, keys, values, attn_mask=visible, is_causal=visible is None, scale=scale, enable_gqa=True
+            )
         return out.transpose(1, 2)
     group = q.shape[1] // keys.shape[1]
     if visible is None:

@@ -96,13 +96,11 @@ def load_text(path: str | Path) -> str:
     """
     source = Path(path)
     if not source.is_file():
-        raise NotFoundError(f"there is no file {source}")
+        raise NotFoundError(f"{source}: no such file")
     try:
         return source.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise CorruptError(
-            f"{source} is not UTF-8 text ({error.reason}); give prompts (.jsonl) or plain text"
-        ) from error
+        raise CorruptError(f"{source} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 def save_prompts(path: str | Path, prompts: Iterable[Prompt]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -50,9 +51,13 @@ class Machine:
     memory: KeptMeasurements | None = None
     noise: float = 0.1
     """Times are within this share of what they should be."""
+    per_call: Sequence[int] = ()
+    """Steps that each drafter makes in a call, plain decoding first; one, where nothing is said."""
     now: float = 0.0
     tokens: int = 0
     used: list[int] = field(default_factory=list)
+    spent: Counter[int] = field(default_factory=Counter)
+    """Seconds by drafter."""
 
     def __post_init__(self) -> None:
         self.draws = random.Random(self.seed)
@@ -67,20 +72,24 @@ class Machine:
         return (self.tokens - before) / (self.now - begun)
 
     def step(self, regime: Regime, slow: Callable[[float], float] = lambda now: 1.0) -> None:
-        """Make one step for all sequences of the regime, each with its own luck."""
+        """Make one call for all sequences of the regime, each with its own luck."""
         choice = self.auto.choose(regime, LONGEST)
-        steps, took = [], 1.0
         drafter = self.drafters[choice.drafter - 1] if choice.drafter else None
         guesses = 0 if drafter is None else min(choice.guesses, drafter.longest)
-        for _ in range(regime.batch):
-            kept = 1
-            while drafter is not None and kept <= guesses and self.draws.random() < drafter.chance:
-                kept += 1
-            steps.append((VerifiedStep(kept, tuple(range(1, guesses + 1))),))
-            self.tokens += kept
-        if drafter is not None:
-            took += guesses * (drafter.guess_s + drafter.row_s)
-        took *= slow(self.now) * self.draws.uniform(1 - self.noise, 1 + self.noise)
+        count = self.per_call[choice.drafter] if self.per_call else 1
+        kept = [[self._kept(drafter, guesses) for _ in range(count)] for _ in range(regime.batch)]
+        self.tokens += sum(map(sum, kept))
+        took = 1.0 if drafter is None else 1.0 + guesses * (drafter.guess_s + drafter.row_s)
+        took *= count * slow(self.now) * self.draws.uniform(1 - self.noise, 1 + self.noise)
         self.now += took
         self.used.append(choice.drafter)
-        self.auto.record(regime, choice.drafter, took, choice.guesses, Verdict((), (), tuple(steps)))
+        self.spent[choice.drafter] += took
+        steps = tuple(tuple(VerifiedStep(n, tuple(range(1, guesses + 1))) for n in row) for row in kept)
+        self.auto.record(regime, choice.drafter, took, choice.guesses, Verdict((), (), steps))
+
+    def _kept(self, drafter: Simulated | None, guesses: int) -> int:
+        """Return how many tokens a step gives."""
+        kept = 1
+        while drafter is not None and kept <= guesses and self.draws.random() < drafter.chance:
+            kept += 1
+        return kept

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.methods.auto.simulated import Machine, Simulated
+from vivace.methods.auto.drafter import EXPLORE
 from vivace.methods.auto.measured import BUSY
 from vivace.methods.auto.regime import Regime
 
@@ -102,6 +103,18 @@ def test_looking_costs_no_more_than_its_share() -> None:
     assert own / len(machine.used[before:]) > 0.85
     assert machine.tokens / machine.now > 0.95 * OWN.best
     assert spent >= 5000
+
+
+def test_a_look_that_is_a_call_of_several_steps_costs_no_more_than_its_share() -> None:
+    """Plain decoding and lookup make several steps a call, and all of them are spent on a look."""
+    machine = Machine((replace(LOOKUP, chance=0.3), OWN), 0, noise=0.0, per_call=(5, 4, 1))
+    machine.run(300)
+    machine.spent.clear()
+    machine.run(8000)
+    lost = sum(
+        machine.spent[other] * (1 - rate / OWN.best) for other, rate in ((0, 1.0), (1, machine.drafters[0].best))
+    )
+    assert 0 < lost / machine.spent.total() < 2 * 1.5 * EXPLORE
 
 
 def test_a_machine_that_stands_still_once_changes_nothing() -> None:

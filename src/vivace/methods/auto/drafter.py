@@ -34,7 +34,7 @@ FIRST = (8, 2, 8)
 """Numbers of guesses while a drafter is measured for the first time: they differ, so that the cost of one shows."""
 FIRST_PLAIN = 2
 """Number of steps in which plain decoding is measured for the first time."""
-EXPLORE = 0.006
+EXPLORE = 0.003
 """Share of the time that looking again at one drafter may cost."""
 LEAST_LOSS = 0.1
 """A look is counted as costing at least this share of the time it takes."""
@@ -114,7 +114,7 @@ class Adaptive:
             count, own = bests[other]
             if other and arm.steps % LONGEST_EVERY == 0:
                 count = LONGEST
-            took = arm.seconds(arm.guesses(count))
+            took = arm.per_call * arm.seconds(arm.guesses(count))
             loss = took * max(LEAST_LOSS, 1 - own / bests[used][1])
             if other == used:
                 arm.wait = LOOK_EVERY
@@ -164,7 +164,7 @@ class Adaptive:
         if not arm.is_warm:
             arm.is_warm = True
             return
-        count = max(map(len, verdict.steps))
+        count = arm.per_call = max(map(len, verdict.steps))
         for place in range(count):
             made = [steps[place] for steps in verdict.steps if place < len(steps)]
             guessed = [len(step.guessed) for step in made]

@@ -143,6 +143,8 @@ class Measured:
     """Number of those steps."""
     wait: int = LOOK_EVERY
     """Number of such steps after which it is looked at whatever that costs; doubled each time."""
+    per_call: int = 1
+    """Number of steps that its last native call made; a look takes as many."""
     is_warm: bool = False
     """Whether it was used before. The first step may lay out weights, so its time is not counted."""
     short: int = 0
@@ -190,7 +192,7 @@ class Measured:
 
     def lent(self, weight: float) -> Measured:
         """Return these measurements with a small weight, as the start in another regime."""
-        return Measured(usual=self.mixed.at_most(weight), steps=self.steps, is_warm=True)
+        return Measured(usual=self.mixed.at_most(weight), steps=self.steps, is_warm=True, per_call=self.per_call)
 
     def seconds(self, guesses: float) -> float:
         """Return t(n) in seconds."""
