@@ -19,10 +19,10 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,40 +61,43 @@ def short_prompts(rows: Sequence[Prompt], count: int) -> list[str]:
     return [text for group in zip(*sets, strict=False) for text in group][:count]
 
 
-def cells(asked: argparse.Namespace) -> Iterator[tuple[int, float, str]]:
-    """Yield batch, temperature and length of prompts."""
-    yield from itertools.product(asked.batches, asked.temperatures, ("short", "long"))
+class Cell(NamedTuple):
+    """One regime, with who answers in it and what is asked."""
+
+    batch: int
+    temperature: float
+    length: str
+    engine: Engine | Drawing
+    prompts: list[BenchmarkPrompt]
 
 
-def texts_of(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -> Mapping[str, list[BenchmarkPrompt]]:
-    """Return short and long prompts, as many of each as the largest regime has."""
+def cells(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -> Iterator[Cell]:
+    """Yield all regimes; prompts of a length are the same in all of them."""
     most = max(asked.prompts, *asked.batches)
     texts = {"short": short_prompts(rows, most), "long": list(long_prompts(engine, rows, most))}
-    return {
+    encoded = {
         name: [BenchmarkPrompt(text, tuple(engine.tokenizer.encode_prompt(text))) for text in found]
         for name, found in texts.items()
     }
+    for batch, temperature, length in itertools.product(asked.batches, asked.temperatures, texts):
+        one = engine if temperature == 0 else Drawing(engine, temperature, TOP_P)
+        yield Cell(batch, temperature, length, one, encoded[length][: max(asked.prompts, batch)])
 
 
 def answer_before(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -> None:
     """Answer prompts in every regime with ``auto``, which keeps what it measures for later runs."""
-    encoded = texts_of(engine, rows, asked)
-    for batch, temperature, length in cells(asked):
-        one = engine if temperature == 0 else Drawing(engine, temperature, TOP_P)
-        prompts = encoded[length][: max(asked.prompts, batch)]
-        run_benchmark([MethodSystem("auto", one, asked.tokens)], prompts, batch_size=batch, repeats=1, warm_up=0)
+    for cell in cells(engine, rows, asked):
+        auto = MethodSystem("auto", cell.engine, asked.tokens)
+        run_benchmark([auto], cell.prompts, batch_size=cell.batch, repeats=1, warm_up=0)
 
 
 def measure(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Return what every method does in each regime, until the time is over."""
-    encoded = texts_of(engine, rows, asked)
     started, report = time.monotonic(), []
-    for batch, temperature, length in cells(asked):
+    for batch, temperature, length, one, prompts in cells(engine, rows, asked):
         if time.monotonic() - started > asked.seconds:
             print("the time is over")
             break
-        prompts = encoded[length][: max(asked.prompts, batch)]
-        one = engine if temperature == 0 else Drawing(engine, temperature, TOP_P)
         systems = [MethodSystem(name, one, asked.tokens) for name in asked.methods]
         with watched_others() as others:
             records = run_benchmark(systems, prompts, batch_size=batch, repeats=asked.repeats, warm_up=1)

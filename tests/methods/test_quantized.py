@@ -30,10 +30,9 @@ from vivace.methods.quantized.stored import copies_of
 from vivace.prompts import Prompt
 from vivace.recipes.frozen import FrozenRecipe
 from vivace.recipes.kinds import recipe_of
-from vivace.recipes.quantized import sample_of
 from vivace.recipes.trainer import train_beside
 from vivace.serve.catalog import Catalog
-from vivace.train.data import TokenBatch
+from vivace.train.data import TokenBatch, sample_of
 from vivace.train.report import Lines
 from vivace.tuning import candidates_of, keep_plan, planned, write_vocabulary
 

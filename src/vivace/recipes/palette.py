@@ -24,6 +24,7 @@ from vivace.palette.texts import Texts
 from vivace.palette.training import ClusteringObjective, PaletteObjective, PalettePart, with_clusters, with_entries
 from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainContext, TrainedAdapter
 from vivace.train.config import LoopConfig
+from vivace.train.data import sample_of
 from vivace.train.distillation import DistillationLoss
 from vivace.train.optim import OptimiserConfig
 
@@ -167,6 +168,5 @@ class PaletteTraining(Trainable):
 
 def _texts(recipe: PaletteRecipe, context: TrainContext) -> Texts:
     """Return batches that GPTQ rounds for, of short rows and long ones, and those that are held back."""
-    every = context.batches(context.train)
-    needed = max(1, recipe.calibration_tokens // recipe.tokens_per_batch)
-    return Texts(every[:: max(1, len(every) // needed)][:needed], context.batches(context.held_back))
+    calibration = sample_of(context.batches(context.train), recipe.calibration_tokens)
+    return Texts(calibration, context.batches(context.held_back))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,7 +20,7 @@ from vivace.methods.quantized.drafter import QuantizedConfig
 from vivace.methods.quantized.stored import tensors_of
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 from vivace.train.config import LoopConfig
-from vivace.train.data import TokenBatch
+from vivace.train.data import TokenBatch, sample_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +73,6 @@ class QuantizedTraining(Trainable):
             if index % 8 == 0 or index == model.config.num_layers:
                 note(f"quantized {index} of {model.config.num_layers} layers on {count:,} tokens")
         return TrainedAdapter(self.recipe.plan, QuantizedConfig(), found)
-
-
-def sample_of(batches: Sequence[TokenBatch], tokens: int) -> list[TokenBatch]:
-    """Return as many batches as have so many tokens, or all; they are sorted by length, so those taken are any."""
-    found, left = [], tokens
-    for batch in random.Random(0).sample(batches, len(batches)):
-        if left > 0:
-            found.append(batch)
-            left -= batch.num_elements
-    return found
 
 
 @torch.no_grad()

@@ -71,6 +71,16 @@ class TokenBatch:
         return self.tokens.reshape(-1)[self.predicting + 1]
 
 
+def sample_of(batches: Sequence[TokenBatch], tokens: int) -> list[TokenBatch]:
+    """Return as many batches as have so many tokens, or all; they are sorted by length, so those taken are any."""
+    found, left = [], tokens
+    for batch in random.Random(0).sample(batches, len(batches)):
+        if left > 0:
+            found.append(batch)
+            left -= batch.num_elements
+    return found
+
+
 DecoderObjective = Objective[Decoder, TokenBatch]
 """An objective whose model is a decoder and whose batches are rows of tokens."""
 Draw = Callable[[random.Random, int], Sequence[Pair]]
