@@ -94,30 +94,6 @@ def swaps(folder: Path) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
-def pilots(folder: Path) -> str:
-    """Return the tables of pilots with soft prompts."""
-    parts: list[str] = []
-    for written in _read(folder, "pilot"):
-        p, origin = written["pilot"], written["provenance"]
-        members = ", ".join(f"`{name}`" for name in p["members"])
-        parts.append(
-            f"**{p['model']}**, layers rounded to {p['bits']} bits, {p['rows']} held-back rows of "
-            f"{' and '.join(p['files'])}; members {members}, {p['steps']} steps each; {p['numbers']['member']:,} "
-            f"numbers in a member and {p['numbers']['lora']:,} in the LoRA. Loss of the answers' tokens; "
-            f"differences are paired with the best single member, `{p['best_member']}`. {captions.tree(origin)}."
-        )
-        rows = [
-            (name, f"{each['mean']:.4f}", _difference(p["against_best_member"].get(name)))
-            for name, each in p["loss"].items()
-        ]
-        parts.append(table(("", "loss", "against the best member (95 %)"), rows))
-    return "\n\n".join(parts) or NOTHING
-
-
-def _difference(found: Mapping[str, float] | None) -> str:
-    return "" if found is None else f"{found['mean']:+.4f} ({found['low']:+.4f} to {found['high']:+.4f})"
-
-
 def _read(folder: Path, key: str) -> Iterator[dict[str, Any]]:
     """Yield the result files of a folder that hold this."""
     for path in sorted(folder.glob("*.json")):

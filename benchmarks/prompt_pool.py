@@ -1,180 +1,243 @@
-"""Does choosing a soft prompt help a rounded model? ``python -m benchmarks.prompt_pool MODEL FILE FILE --json OUT``.
+"""Does choosing a soft prompt help a rounded model? ``python -m benchmarks.prompt_pool MODEL FILE... --stored M ...``.
 
-A small pilot of arXiv:2310.00867. Every matrix of the layers is rounded one by one to a few bits (groups of 64 inputs,
-least and largest value). One soft prompt of each length is learnt from each training file; they make the pool. On
-held-back rows of all files together the report has the mean loss of the answers' tokens: of the model as stored and
-rounded, behind each member, behind the one that the first layer chooses, behind one drawn, behind the best for each row
-(which nobody knows beforehand), and with a LoRA of about as many numbers as one member. Intervals are paired.
+The experiment of arXiv:2310.00867 on task files that are judged by likelihood (``vivace data zeroshot``). MODEL is a
+checkpoint in few bits of M, in front of which the members of ``--pool`` were learnt (``vivace train prompts``). Every
+row is read by M as stored, by MODEL, by MODEL behind each member, by MODEL with each ``--lora NAME=DIR``, and by M
+behind the member that its own first layer chooses: where that gains as much, the gain is no repair. From the rows
+behind members follow those behind the one that the first layer chooses, by three ways of scoring, behind one drawn, and
+behind the best for each row, which nobody knows beforehand.
+
+The mean over tasks of the share of right answers (the likeliest option by byte; LAMBADA: the word that the model would
+write) is compared with the rounded model and with the best single member. Intervals are paired and drawn task by task.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import time
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
 
 import vivace
-from vivace.adapters.pool.choice import scores_of
-from vivace.adapters.pool.pool import PromptPool
-from vivace.adapters.pool.training import SoftPrompt, SoftPromptObjective
-from vivace.adapters.training import LoraObjective, LoraWeights
-from vivace.core.low_rank import site_shapes
+from benchmarks import captions
+from tools.blocks import table
+from vivace.adapters.pool.choice import Scoring, scores_of
+from vivace.adapters.pool.pool import NONE
 from vivace.engine import Engine
+from vivace.evaluate.judging import JudgedSystem, Marks, marked, shared_context
 from vivace.evaluate.provenance import provenance
-from vivace.prompts import load_prompts
-from vivace.train.data import DecoderObjective, Rows, TokenBatch, pairs_of
-from vivace.train.next_token import NextToken
+from vivace.evaluate.zeroshot import TaskRow, load_task
 
-GROUP = 64
-"""Inputs that share a range of values."""
+STORED, ROUNDED = "stored", "rounded"
+CHOSEN = "chosen"
+DRAWS = 4000
 
-
-def round_layers(engine: Engine, bits: int) -> None:
-    """Round every matrix of the layers, in place."""
-    most = 2**bits - 1
-    with torch.no_grad():
-        for weight in engine.model.layers.parameters():
-            if weight.dim() == 2:
-                parts = (
-                    weight.detach()
-                    .float()
-                    .unflatten(1, (-1, GROUP if weight.shape[1] % GROUP == 0 else weight.shape[1]))
-                )
-                least, largest = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
-                step = ((largest - least) / most).clamp_min(1e-12)
-                weight.data = (((parts - least) / step).round() * step + least).flatten(1).to(weight.dtype)
+Values = Mapping[str, NDArray[np.float64]]
+"""One value a row, by task."""
 
 
-def train(engine: Engine, objective: DecoderObjective, batches: Sequence[TokenBatch], steps: int, rate: float) -> float:
-    """Learn by Adam with a linear fall of the rate; return the seconds of processor time."""
-    params = [p for group in objective.groups() for p in group["params"]]  # type: ignore[attr-defined]
-    optimiser, begun = torch.optim.Adam(params, lr=rate), time.process_time()
-    for step in range(steps):
-        for group in optimiser.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 10) * (1 - step / steps)
-        optimiser.zero_grad()
-        for part, _ in objective.losses(engine.model, batches[step % len(batches)]):
-            part.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(params, 1.0)
-        optimiser.step()
-    return time.process_time() - begun
-
-
-@torch.no_grad()
-def losses(engine: Engine, objective: DecoderObjective, rows: Sequence[TokenBatch]) -> Tensor:
-    """Return the mean loss of the scored tokens of each row."""
-    return torch.tensor([sum(seen.get("loss", 0.0) for _, seen in objective.losses(engine.model, row)) for row in rows])
-
-
-def interval(difference: Tensor, seed: int = 0, draws: int = 2000) -> dict[str, float]:
-    """Return the mean of paired differences and the ends of its 95 % bootstrap interval."""
-    generator = torch.Generator().manual_seed(seed)
-    means = difference[torch.randint(len(difference), (draws, len(difference)), generator=generator)].mean(1)
-    low, high = torch.quantile(means, torch.tensor([0.025, 0.975])).tolist()
-    return {"mean": float(difference.mean()), "low": low, "high": high}
-
-
-def run(model: Path, files: Sequence[Path], asked: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of the pilot."""
-    torch.manual_seed(0)
-    engine = vivace.load(model, kernels="torch", dtype="float32")
-    encode = Rows(engine.tokenizer, 256, engine.model.device)
-    pairs = [pairs_of(load_prompts(path)) for path in files]
-    for each in pairs:
-        random.Random(0).shuffle(each)
-    held = [pair for each in pairs for pair in each[: asked.held_back]]
-    rows = [batch for pair in held for batch in encode.batches([pair], 256)]
-    plain = NextToken(engine.model)
-    found = {"stored": losses(engine, plain, rows)}
-    round_layers(engine, asked.bits)
-    found["rounded"] = losses(engine, plain, rows)
-    members: dict[str, SoftPrompt] = {}
-    seconds = {}
-    for path, each in zip(files, pairs, strict=True):
-        batches = encode.batches(each[asked.held_back : asked.held_back + asked.rows], asked.tokens)
-        random.Random(1).shuffle(batches)
-        for length in asked.lengths:
-            name = f"{path.stem}-{length}"
-            members[name] = SoftPrompt.beginning(engine.model, length)
-            objective = SoftPromptObjective(engine.model, members[name])
-            seconds[name] = train(engine, objective, batches, asked.steps, 0.01)
-            found[name] = losses(engine, objective, rows)
-            print(name, float(found[name].mean()), seconds[name], flush=True)
-    everything = [pair for each in pairs for pair in each[asked.held_back : asked.held_back + asked.rows]]
-    batches = encode.batches(everything, asked.tokens)
-    random.Random(2).shuffle(batches)
-    size = max(weights.embeddings.numel() for weights in members.values())
-    layers, shapes = engine.model.config.num_layers, {}
-    for layer in range(layers):
-        more = site_shapes(engine.model.config, [layer], {"q": 1, "v": 1})
-        if sum(low * (wide + out) for wide, low, out in {**shapes, **more}.values()) > size and shapes:
-            break
-        shapes |= more
-    lora = LoraWeights(shapes)
-    objective = LoraObjective(engine.model, lora)
-    seconds["lora"] = train(engine, objective, batches, asked.steps * len(members) // len(files), 0.003)
-    found["lora"] = losses(engine, objective, rows)
-    pool = PromptPool(engine.model, {n: w.embeddings.detach() for n, w in members.items()}, engine.memory)
-    names, keys = list(members), [member.keys for member in pool.members.values()]
-    table = torch.stack([found[name] for name in names])
-    contexts = [engine.tokenizer.encode_prompt(text) for text, _ in held]
-    choices: dict[str, list[int]] = {}
-    for scoring in ("joint", "standalone"):
-        scored = torch.tensor([scores_of(engine.model, context, keys, scoring) for context in contexts])  # type: ignore[arg-type]
-        choices[scoring] = scored.argmax(1).tolist()
-        halves = torch.arange(len(scored)) % 2 == 0
-        less = scored / torch.where(halves[:, None], scored[~halves].mean(0), scored[halves].mean(0))
-        choices[f"{scoring}, over its mean"] = less.argmax(1).tolist()
-    at = torch.arange(len(held))
-    for name, chosen in choices.items():
-        found[f"chosen ({name})"] = table[torch.tensor(chosen), at]
-    found["drawn"] = table.mean(0)
-    found["best for each row"] = table.amin(0)
-    best = min(names, key=lambda name: float(found[name].mean()))
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of every row of the table."""
+    loras = dict(each.split("=", 1) for each in given.lora)
+    stored = vivace.load(given.stored, prompt_pool=given.pool)
+    rounded = vivace.load(given.model, prompt_pool=given.pool, adapters=loras)
+    assert rounded.prompt_pool is not None
+    members = {name: member.count for name, member in rounded.prompt_pool.members.items()}
+    systems = [
+        JudgedSystem(STORED, stored, soft_prompt=NONE),
+        JudgedSystem(ROUNDED, rounded, soft_prompt=NONE),
+        *(JudgedSystem(name, rounded, soft_prompt=name) for name in members),
+        *(JudgedSystem(f"LoRA {name}", rounded, adapter=name) for name in loras),
+        JudgedSystem(f"{STORED}, {CHOSEN}", stored),
+    ]
+    rows = [row for path in given.tasks for row in load_task(path, given.limit)]
+    right: dict[str, dict[str, NDArray[np.float64]]] = {system.name: {} for system in systems}
+    lost: dict[str, dict[str, NDArray[np.float64]]] = {system.name: {} for system in systems}
+    for task, marks in marked(systems, rows):
+        for system, own in zip(systems, marks, strict=True):
+            right[system.name][task], lost[system.name][task] = _right(own), np.array(own.lost)
+        print(task, {s.name: round(float(right[s.name][task].mean()), 4) for s in systems}, flush=True)
+    chosen = choices(rounded, rows)
+    for values, best in ((right, np.max), (lost, np.min)):
+        by_member = {task: np.stack([values[name][task] for name in members]) for task in values[ROUNDED]}
+        for way, places in chosen.items():
+            values[way] = {task: each[places[task], np.arange(each.shape[1])] for task, each in by_member.items()}
+        values["drawn"] = {task: each.mean(0) for task, each in by_member.items()}
+        values["best for each row"] = {task: best(each, axis=0) for task, each in by_member.items()}
+    single = max(members, key=lambda name: _mean(right[name]))
+    counted = {way: Counter(int(place) for task in places.values() for place in task) for way, places in chosen.items()}
     return {
-        "model": model.name,
-        "files": [path.name for path in files],
-        "bits": asked.bits,
-        "rows": len(held),
-        "steps": asked.steps,
-        "tokens": asked.tokens,
-        "members": {name: len(w.embeddings) for name, w in members.items()},
-        "numbers": {"member": size, "lora": sum(p.numel() for p in lora.parameters())},
-        "seconds": seconds,
-        "loss": {name: interval(values) for name, values in found.items()},
-        "best_member": best,
-        "against_best_member": {name: interval(values - found[best]) for name, values in found.items() if name != best},
-        "choices": {name: dict(Counter(names[place] for place in chosen)) for name, chosen in choices.items()},
+        "provenance": asdict(provenance(torch.device("cpu"))),
+        "kernels": rounded.kernels.name,
+        "prompt_pool": {
+            "model": stored.folder.name,
+            "rounded": rounded.folder.name,
+            "rows": {task: len(each) for task, each in right[ROUNDED].items()},
+            "members": members,
+            "numbers": {
+                "members": {name: count * rounded.model.config.hidden_size for name, count in members.items()},
+                "loras": {name: _numbers(Path(folder)) for name, folder in loras.items()},
+            },
+            "best_member": single,
+            "systems": {
+                name: {
+                    "right": _mean(values),
+                    "by_task": {task: float(each.mean()) for task, each in values.items()},
+                    "against_rounded": interval(values, right[ROUNDED]),
+                    "against_best_member": interval(values, right[single]),
+                    "nats": _mean(lost[name]),
+                    "nats_against_rounded": interval(lost[name], lost[ROUNDED]),
+                    "nats_against_best_member": interval(lost[name], lost[single]),
+                }
+                for name, values in right.items()
+            },
+            "choices": {
+                way: {name: count[place] for place, name in enumerate(members)} for way, count in counted.items()
+            },
+            "entropy_bits": {way: _entropy(count) for way, count in counted.items()},
+        },
     }
 
 
+def _right(own: Marks) -> NDArray[np.float64]:
+    return np.array(own.right_by_byte)
+
+
+def _mean(values: Values) -> float:
+    """Return the mean over tasks of the mean over rows."""
+    return float(np.mean([each.mean() for each in values.values()]))
+
+
+def _numbers(folder: Path) -> int:
+    """Return how many numbers a LoRA's factors have."""
+    from safetensors import safe_open
+
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        return sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
+
+
+def _entropy(count: Counter[int]) -> float:
+    shares = np.array([each / count.total() for each in count.values()])
+    return float(-(shares * np.log2(shares)).sum())
+
+
+@torch.inference_mode()
+def choices(engine: Engine, rows: Sequence[TaskRow]) -> dict[str, dict[str, NDArray[np.int64]]]:
+    """Return which member every row gets, by way of choosing and task.
+
+    "over its mean" divides a member's score by its mean over all rows, so that no member is chosen for its keys alone.
+    """
+    assert engine.prompt_pool is not None
+    keys = [member.keys for member in engine.prompt_pool.members.values()]
+    contexts = [shared_context(row, engine.tokenizer) for row in rows]
+    ways: dict[str, NDArray[np.int64]] = {}
+    scorings: tuple[Scoring, ...] = ("joint", "standalone")
+    for scoring in scorings:
+        scores = np.array([scores_of(engine.model, context, keys, scoring) for context in contexts])
+        ways[CHOSEN if scoring == "joint" else f"{CHOSEN}, {scoring}"] = scores.argmax(1)
+        if scoring == "joint":
+            ways[f"{CHOSEN}, over its mean"] = (scores / scores.mean(0)).argmax(1)
+    tasks = np.array([row.task for row in rows])
+    return {way: {task: places[tasks == task] for task in dict.fromkeys(tasks)} for way, places in ways.items()}
+
+
+def interval(one: Values, other: Values, seed: int = 0) -> dict[str, float]:
+    """Return the mean over tasks of paired differences, with a 95 % interval: rows are drawn within each task."""
+    generator = np.random.default_rng(seed)
+    differences = [one[task] - other[task] for task in one]
+    drawn = [each[generator.integers(len(each), size=(DRAWS, len(each)))].mean(1) for each in differences]
+    low, high = np.percentile(np.mean(drawn, axis=0), [2.5, 97.5])
+    return {"mean": float(np.mean([each.mean() for each in differences])), "low": float(low), "high": float(high)}
+
+
+def tables(folder: Path) -> str:
+    """Return the tables of all result files of a folder."""
+    parts = [part for path in sorted(folder.glob("*.json")) for part in _tables(json.loads(path.read_text("utf-8")))]
+    return "\n\n".join(parts) or "No run is committed yet."
+
+
+def _tables(written: Mapping[str, Any]) -> list[str]:
+    p = written["prompt_pool"]
+    sizes = ", ".join(f"`{name}` ({count})" for name, count in p["members"].items())
+    caption = (
+        f"**{p['model']}**, rounded as `{p['rounded']}`; {sum(p['rows'].values()):,} development rows of "
+        f"{len(p['rows'])} tasks, at most {max(p['rows'].values()):,} of each; members (entries): {sizes}. Points: "
+        "share of right answers, mean over tasks; nats: of the right answer, a row. Paired 95 % intervals. "
+        f"{captions.machine(written['provenance'], written['kernels'])}."
+    )
+    rows = [
+        (
+            name,
+            f"{one['right']:.2%}",
+            _points(one["against_rounded"]),
+            _points(one["against_best_member"]),
+            _nats(one["nats_against_rounded"]),
+            _nats(one["nats_against_best_member"]),
+        )
+        for name, one in p["systems"].items()
+    ]
+    heads = (
+        "",
+        "right",
+        "points against rounded",
+        f"points against `{p['best_member']}`",
+        "nats against rounded",
+        f"nats against `{p['best_member']}`",
+    )
+    by_task = [
+        (task, str(count), *(f"{p['systems'][name]['by_task'][task]:.1%}" for name in _shown(p)))
+        for task, count in p["rows"].items()
+    ]
+    counts = "; ".join(
+        f"{way}: {', '.join(f'`{name}` {count:,}' for name, count in found.items())} "
+        f"({p['entropy_bits'][way]:.2f} bits)"
+        for way, found in p["choices"].items()
+    )
+    numbers = {**p["numbers"]["members"], **{f"LoRA {name}": n for name, n in p["numbers"]["loras"].items()}}
+    trained = ", ".join(f"`{name}` {count:,}" for name, count in numbers.items())
+    return [
+        caption,
+        table(heads, rows),
+        f"Choices, with their entropy: {counts}. Trained numbers: {trained}.",
+        table(("task", "rows", *_shown(p)), by_task),
+    ]
+
+
+def _shown(p: Mapping[str, Any]) -> list[str]:
+    return [STORED, ROUNDED, p["best_member"], CHOSEN, *(f"LoRA {name}" for name in p["numbers"]["loras"])]
+
+
+def _points(found: Mapping[str, float]) -> str:
+    return f"{100 * found['mean']:+.2f} ({100 * found['low']:+.2f} to {100 * found['high']:+.2f})"
+
+
+def _nats(found: Mapping[str, float]) -> str:
+    return f"{found['mean']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f})"
+
+
 def main() -> None:
-    """Run the pilot and write a result file."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--bits", type=int, default=3)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[20])
-    parser.add_argument("--rows", type=int, default=1000, help="Rows of each file to learn from.")
-    parser.add_argument("--held-back", type=int, default=100, help="Rows of each file to measure on.")
-    parser.add_argument("--tokens", type=int, default=1024, help="Of a batch, at most.")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    found = run(asked.model, asked.files, asked)
-    text = json.dumps({"provenance": asdict(provenance(torch.device("cpu"))), "pilot": found}, indent=1)
-    print(text)
-    if asked.json is not None:
-        asked.json.write_text(text + "\n", encoding="utf-8")
+    """Measure and write a result file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="checkpoint in few bits")
+    parser.add_argument("tasks", type=Path, nargs="+", help="task files")
+    parser.add_argument("--stored", type=Path, required=True, help="the model that it was made of")
+    parser.add_argument("--pool", type=Path, required=True)
+    parser.add_argument("--lora", action="append", default=[], metavar="NAME=DIR")
+    parser.add_argument("--limit", type=int, help="rows of each task")
+    parser.add_argument("--json", type=Path, required=True)
+    given = parser.parse_args()
+    report = measure(given)
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print("\n\n".join(_tables(report)))
 
 
 if __name__ == "__main__":

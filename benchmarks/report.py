@@ -43,6 +43,7 @@ from benchmarks import (
     prefill_tables,
     prompt_beside_streams,
     prompt_caches,
+    prompt_pool,
     rivals_own,
     rivals_table,
     screened_tables,
@@ -188,7 +189,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "swaps": guard_table.swaps(RESULTS / "guard"),
         },
         techniques / "guard.md": {"results": guard_table.guards(RESULTS / "guard")},
-        techniques / "prompt_pool.md": {"results": guard_table.pilots(RESULTS / "guard")},
+        techniques / "prompt_pool.md": {"results": prompt_pool.tables(RESULTS / "prompt_pool")},
         techniques / "quantized_checkpoints.md": {
             "results": chat_tables.beside_others(read_results(RESULTS / "quantized")),
         },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,16 @@ import torch
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.adapters.pool.training import SoftPrompt, SoftPromptObjective
+from vivace.adapters.pool.training import RecoveringPromptObjective, SoftPrompt, SoftPromptObjective
 from vivace.checkpoint.adapters import base_hash
 from vivace.configuration import build
-from vivace.errors import ConfigError
+from vivace.core.draft_head import DraftHead
+from vivace.core.step import Step
+from vivace.errors import ConfigError, MismatchError
 from vivace.prompts import Prompt
 from vivace.recipes.prompts import PromptsRecipe, train_pool
 from vivace.train.data import Rows, pairs_of
+from vivace.train.distillation import DistillationLoss, FrozenPass, divergence
 from vivace.train.next_token import NextToken
 from vivace.train.report import Lines
 
@@ -72,6 +76,40 @@ def test_a_few_steps_lower_the_loss_and_no_entry_is_plain_training(tmp_path: Pat
         plain = NextToken(engine.model).losses(engine.model, batch)
         want, got = (sum(seen.get("loss", 0.0) for _, seen in parts) for parts in (plain, empty))
     assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_the_divergence_is_that_of_the_stored_model_without_the_soft_prompt(tmp_path: Path) -> None:
+    stored = vivace.load(make_checkpoint(tmp_path / "stored"), kernels="torch", dtype="float32").model
+    engine = vivace.load(make_checkpoint(tmp_path / "rounded", seed=1), kernels="torch", dtype="float32")
+    model = engine.model
+    [batch, *_] = Rows(engine.tokenizer, 512, model.device).batches(pairs_of(WORDS[:6]), 4096)
+    torch.manual_seed(0)
+    weights = SoftPrompt.beginning(model, 4)
+    objective = RecoveringPromptObjective(model, weights, stored, DistillationLoss(distillation=1.0, cross_entropy=0.0))
+    with torch.no_grad():
+        got = float(sum(part for part, _ in objective.losses(model, batch)))
+        truth = FrozenPass.of(stored, batch.tokens).logits(DraftHead(stored), batch.predicting)
+        guesses = []
+        for row in batch.tokens:  # one text at a time, the soft prompt written out in front of it
+            step = Step.dense(1, 4 + len(row))
+            embedded = torch.cat((weights.embeddings, model.embed(row, Step.dense(1, len(row)))))
+            guesses.append(model.head(model.run(embedded, step)[4:]))
+        want = float(divergence(torch.cat(guesses)[batch.predicting], truth)) / len(batch.predicting)
+    assert got == pytest.approx(want, rel=1e-4)
+    for part, _ in objective.losses(model, batch):
+        part.backward()
+    assert weights.embeddings.grad is not None
+    assert float(weights.embeddings.grad.abs().max()) > 0
+
+
+def test_a_member_learns_to_give_back_what_a_stored_model_says(tmp_path: Path) -> None:
+    base = make_checkpoint(tmp_path / "base")
+    engine = vivace.load(make_checkpoint(tmp_path / "other", seed=1), kernels="torch", dtype="float32")
+    recipe = build(PromptsRecipe, VALUES | {"seeds": [0], "stored": str(base), "loop": {"steps": 4, "warmup_steps": 1}})
+    assert train_pool(recipe, engine, WORDS[:40], tmp_path / "pool", Lines(str)) == ["3-0"]
+    deeper = replace(recipe, stored=str(make_checkpoint(tmp_path / "deeper", layers=3)))
+    with pytest.raises(MismatchError, match="another shape"):
+        train_pool(deeper, engine, WORDS[:40], tmp_path / "deep", Lines(str))
 
 
 @pytest.mark.parametrize("change", [{"lengths": [0]}, {"seeds": [1, 1]}, {"lengths": []}])

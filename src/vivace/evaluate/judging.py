@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vivace.adapters.pool.pool import AUTO
-from vivace.checkpoint.tokenizer import require_same_pieces
+from vivace.checkpoint.tokenizer import Tokenizer, require_same_pieces
 from vivace.decode.request import Lead
 from vivace.errors import UnsupportedError
 from vivace.evaluate.bootstrap import Interval, paired_bootstrap
@@ -88,7 +88,6 @@ class Judgement:
     """Nats a row or piece minus the first system's."""
 
 
-@torch.inference_mode()
 def judge(
     systems: Sequence[JudgedSystem],
     rows: Sequence[TaskRow],
@@ -110,9 +109,25 @@ def judge(
         ConfigError: a system names a soft prompt that its pool does not have.
         UnsupportedError: a system names both a soft prompt and a LoRA.
     """
+    found: list[Judgement] = []
+    for task, marks in marked(systems, rows, window=window, on_progress=on_progress):
+        found += [_judgement(task, system.name, own, marks[0]) for system, own in zip(systems, marks, strict=True)]
+    return found
+
+
+@torch.inference_mode()
+def marked(
+    systems: Sequence[JudgedSystem],
+    rows: Sequence[TaskRow],
+    *,
+    window: int = WINDOW,
+    on_progress: Progress | None = None,
+) -> Iterator[tuple[str, list[Marks]]]:
+    """Yield each task with what the systems have made of its rows, in their order; arguments and errors are those of
+    ``judge``.
+    """
     for other in systems[1:]:
         require_same_pieces(systems[0].engine.tokenizer, other.engine.tokenizer)
-    found: list[Judgement] = []
     readers = [_reader(system) for system in systems]
     done = 0
     for task in dict.fromkeys(row.task for row in rows):
@@ -123,8 +138,7 @@ def judge(
             done += 1
             if on_progress is not None:
                 on_progress(done, len(rows))
-        found += [_judgement(task, system.name, own, marks[0]) for system, own in zip(systems, marks, strict=True)]
-    return found
+        yield task, marks
 
 
 def mean_accuracy(found: Sequence[Judgement], system: str) -> float | None:
@@ -144,11 +158,15 @@ def _lead(system: JudgedSystem, row: TaskRow | ContextOptions) -> Lead | None:
         return None
     if system.adapter is not None:
         raise UnsupportedError("a soft prompt cannot be combined with a LoRA; leave out one of them")
-    if isinstance(row, ContextOptions):
-        return pool.member(asked, row.context)
-    contexts = [system.engine.tokenizer.encode(context) for context in row.contexts]
+    context = row.context if isinstance(row, ContextOptions) else shared_context(row, system.engine.tokenizer)
+    return pool.member(asked, context)
+
+
+def shared_context(row: TaskRow, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that all contexts of a row begin with, from which its soft prompt is chosen."""
+    contexts = [tokenizer.encode(context) for context in row.contexts]
     count = next((at for at, tokens in enumerate(zip(*contexts, strict=False)) if len(set(tokens)) > 1), None)
-    return pool.member(asked, contexts[0][:count] or contexts[0])
+    return contexts[0][:count] or contexts[0]
 
 
 def _longest(systems: Sequence[JudgedSystem]) -> int:

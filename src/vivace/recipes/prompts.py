@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from vivace.adapters.pool.pool import why_no_pool
-from vivace.adapters.pool.training import SoftPrompt, SoftPromptObjective
+from vivace.adapters.pool.training import RecoveringPromptObjective, SoftPrompt, SoftPromptObjective
 from vivace.checkpoint.files import named_file
 from vivace.checkpoint.soft_prompt import save_soft_prompt
 from vivace.core.model import Decoder
@@ -17,7 +17,9 @@ from vivace.errors import ConfigError
 from vivace.prompts import Prompt
 from vivace.recipes.answers import AnswersFile
 from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainContext, TrainedAdapter
+from vivace.recipes.stored import stored_model
 from vivace.recipes.trainer import train_beside
+from vivace.train.distillation import DistillationLoss
 from vivace.train.report import Report
 
 
@@ -31,6 +33,11 @@ class PromptsRecipe(FrozenRecipe):
     seeds: tuple[int, ...] = (0, 1)
     """Seeds of the members. A seed chooses where a member begins, and which part of the rows it learns from: there are
     as many parts as seeds."""
+    stored: str = ""
+    """Folder or Hub id of the model that a checkpoint in few bits was made of, whose distribution is then learnt; empty
+    learns the text of the rows."""
+    loss: DistillationLoss = field(default_factory=DistillationLoss)
+    """Weights of the divergence from the stored model and of the text's cross-entropy, where there is one."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,18 +57,30 @@ class PromptsRecipe(FrozenRecipe):
         return None if reason is None else f"this model takes no soft prompts: {reason}"
 
     def begin(self, context: TrainContext) -> PromptTraining:
-        """Begin as embeddings of random tokens."""
-        return PromptTraining(context, SoftPrompt.beginning(context.engine.model, self.lengths[0]))
+        """Begin as embeddings of random tokens, and read the stored model where one is named.
+
+        Raises:
+            NotFoundError: there is no such model.
+            MismatchError: it is of another shape than the checkpoint.
+        """
+        stored = stored_model(self.stored, context.engine) if self.stored else None
+        return PromptTraining(context, SoftPrompt.beginning(context.engine.model, self.lengths[0]), stored)
 
 
 class PromptTraining(Trainable):
     """Trains one soft prompt; the result is a folder as PEFT writes it."""
 
-    def __init__(self, context: TrainContext, weights: SoftPrompt) -> None:
+    def __init__(self, context: TrainContext, weights: SoftPrompt, stored: Decoder | None) -> None:
         super().__init__(context)
+        recipe, model = context.recipe, context.engine.model
+        assert isinstance(recipe, PromptsRecipe)
         self.weights = weights
-        self.objective = SoftPromptObjective(context.engine.model, weights)
-        self.depth = context.engine.model.config.num_layers
+        self.objective = (
+            SoftPromptObjective(model, weights)
+            if stored is None
+            else RecoveringPromptObjective(model, weights, stored, recipe.loss)
+        )
+        self.depth = model.config.num_layers
 
     def finish(self) -> TrainedAdapter:
         """Return the embeddings; there is no plan, as nothing drafts with them."""

@@ -16,15 +16,15 @@ import torch
 
 from vivace.adapters.lora import RECOVERY, table_of
 from vivace.adapters.training import LoraWeights, RecoveryObjective
-from vivace.checkpoint.files import named_file, resolve
-from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.files import named_file
 from vivace.checkpoint.peft import save_lora
 from vivace.core.model import Decoder
-from vivace.errors import ConfigError, MismatchError
+from vivace.errors import ConfigError
 from vivace.kernels.reference import any_order
 from vivace.palette.statistics import distance
 from vivace.recipes.frozen import SavedTraining, TrainContext
 from vivace.recipes.lora import LoraRecipe, LoraTraining
+from vivace.recipes.stored import stored_model
 from vivace.train.distillation import DistillationLoss
 
 
@@ -51,14 +51,8 @@ class RecoverRecipe(LoraRecipe):
         """
         if not self.stored:
             raise ConfigError("say what the checkpoint was made of, whose distribution is learnt: stored=MODEL")
-        model = context.engine.model
-        stored = load_decoder(resolve(self.stored), dtype="float32")
-        if stored.config != model.config:
-            raise MismatchError(
-                f"{self.stored} has another shape than {context.engine.folder}, which is not made of it"
-            )
-        stored.requires_grad_(False)
-        return RecoverTraining(context, super().begin(context).weights, stored.to(model.device))
+        stored = stored_model(self.stored, context.engine)
+        return RecoverTraining(context, super().begin(context).weights, stored)
 
 
 class RecoverTraining(LoraTraining):
