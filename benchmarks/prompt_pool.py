@@ -83,7 +83,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             "rows": {task: len(each) for task, each in right[ROUNDED].items()},
             "members": members,
             "numbers": {
-                "members": {name: count * rounded.model.config.hidden_size for name, count in members.items()},
+                "members": {name: count * rounded.model.config.width for name, count in members.items()},
                 "loras": {name: _numbers(Path(folder)) for name, folder in loras.items()},
             },
             "best_member": single,
