@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import multiprocessing
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.methods.auto.simulated import Machine, Simulated
-from vivace.methods.auto.drafter import SAVE_STEPS
+from vivace.methods.auto.drafter import SAVE_STEPS, _keep_last
 from vivace.methods.auto.measured import Measured, Sums
 from vivace.methods.auto.memory import FILE, MOST_PLACES, KeptMeasurements, report
 from vivace.methods.auto.regime import Regime, length_class
@@ -79,6 +81,19 @@ def test_little_is_not_worth_a_file(tmp_path: Path) -> None:
     machine.step(Regime(1))
     machine.auto.keep()
     assert (tmp_path / FILE).exists()
+
+
+def test_what_is_measured_just_before_the_end_is_kept(tmp_path: Path) -> None:
+    """The file is written every few seconds at most; a process that ends writes once more."""
+    machine = worked(KeptMeasurements(tmp_path, "here"))
+    machine.auto._saved_at = math.inf  # as if it had been written just now
+    regime = Regime(4)
+    for _ in range(SAVE_STEPS):
+        machine.step(regime)
+    machine.auto.keep()
+    assert regime not in KeptMeasurements(tmp_path, "here").read()
+    _keep_last(weakref.ref(machine.auto))
+    assert regime in KeptMeasurements(tmp_path, "here").read()
 
 
 @pytest.mark.parametrize(

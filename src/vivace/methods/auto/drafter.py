@@ -19,7 +19,9 @@ from the measurements of a similar one.
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,9 +47,9 @@ MARGIN = 1.03
 BORROWED = 4.0
 """Number of steps for which measurements of another regime count."""
 SAVE_STEPS = 16
-"""What was measured is kept in a file when a text ends and at least so many steps are new."""
+"""What was measured is kept in a file when a text ends and at least so many steps are new, and at the process' end."""
 SAVE_EVERY_S = 5.0
-"""Least number of seconds between two writes of the file."""
+"""Least number of seconds between two writes of the file, unless the process ends."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Adaptive:
         self._saved_at: float | None = None
         if memory is not None:
             self._recall(memory)
+            atexit.register(_keep_last, weakref.ref(self))
 
     @property
     def leaves_all_entries(self) -> bool:
@@ -183,11 +186,16 @@ class Adaptive:
                     usual, steps = found[label]
                     self._measured[regime, index] = Measured(usual=usual, steps=steps, own=steps)
 
-    def keep(self) -> None:
-        """Write what was measured to the file, where there is one and enough is new."""
+    def keep(self, *, is_last: bool = False) -> None:
+        """Write what was measured to the file, where there is one and enough is new.
+
+        Args:
+            is_last: whether the process ends; then anything new is enough, as a process may answer one short text.
+        """
         now = self.clock()
         is_early = self._saved_at is not None and now - self._saved_at < SAVE_EVERY_S
-        if self.memory is None or self._unsaved < SAVE_STEPS or is_early:
+        is_due = self._unsaved > 0 if is_last else self._unsaved >= SAVE_STEPS and not is_early
+        if self.memory is None or not is_due:
             return
         labels = [label_of(drafter) for drafter in self.drafters]
         kept = {
@@ -200,6 +208,12 @@ class Adaptive:
         }
         if self.memory.write({regime: arms for regime, arms in kept.items() if arms}):
             self._unsaved, self._saved_at = 0, now
+
+
+def _keep_last(adaptive: weakref.ref[Adaptive]) -> None:
+    """Write what was measured since the last write, as the process ends."""
+    if (found := adaptive()) is not None:
+        found.keep(is_last=True)
 
 
 def label_of(drafter: Drafter) -> str:
