@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 
 import vivace
 from benchmarks import captions
@@ -32,7 +32,7 @@ from tools.blocks import table
 from vivace.adapters.pool.choice import Scoring, scores_of
 from vivace.adapters.pool.pool import NONE
 from vivace.engine import Engine
-from vivace.evaluate.judging import JudgedSystem, Marks, marked, shared_context
+from vivace.evaluate.judging import JudgedSystem, marked, shared_context
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.zeroshot import TaskRow, load_task
 
@@ -63,7 +63,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     lost: dict[str, dict[str, NDArray[np.float64]]] = {system.name: {} for system in systems}
     for task, marks in marked(systems, rows):
         for system, own in zip(systems, marks, strict=True):
-            right[system.name][task], lost[system.name][task] = _right(own), np.array(own.lost)
+            right[system.name][task], lost[system.name][task] = np.array(own.right_by_byte), np.array(own.lost)
         print(task, {s.name: round(float(right[s.name][task].mean()), 4) for s in systems}, flush=True)
     chosen = choices(rounded, rows)
     for values, best in ((right, np.max), (lost, np.min)):
@@ -102,13 +102,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             "choices": {
                 way: {name: count[place] for place, name in enumerate(members)} for way, count in counted.items()
             },
-            "entropy_bits": {way: _entropy(count) for way, count in counted.items()},
         },
     }
-
-
-def _right(own: Marks) -> NDArray[np.float64]:
-    return np.array(own.right_by_byte)
 
 
 def _mean(values: Values) -> float:
@@ -118,15 +113,7 @@ def _mean(values: Values) -> float:
 
 def _numbers(folder: Path) -> int:
     """Return how many numbers a LoRA's factors have."""
-    from safetensors import safe_open
-
-    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
-        return sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
-
-
-def _entropy(count: Counter[int]) -> float:
-    shares = np.array([each / count.total() for each in count.values()])
-    return float(-(shares * np.log2(shares)).sum())
+    return sum(factor.numel() for factor in load_file(folder / "adapter_model.safetensors").values())
 
 
 @torch.inference_mode()
@@ -177,10 +164,10 @@ def _tables(written: Mapping[str, Any]) -> list[str]:
         (
             name,
             f"{one['right']:.2%}",
-            _points(one["against_rounded"]),
-            _points(one["against_best_member"]),
-            _nats(one["nats_against_rounded"]),
-            _nats(one["nats_against_best_member"]),
+            _signed(one["against_rounded"], 100, 2),
+            _signed(one["against_best_member"], 100, 2),
+            _signed(one["nats_against_rounded"], 1, 3),
+            _signed(one["nats_against_best_member"], 1, 3),
         )
         for name, one in p["systems"].items()
     ]
@@ -198,7 +185,7 @@ def _tables(written: Mapping[str, Any]) -> list[str]:
     ]
     counts = "; ".join(
         f"{way}: {', '.join(f'`{name}` {count:,}' for name, count in found.items())} "
-        f"({p['entropy_bits'][way]:.2f} bits)"
+        f"({_entropy(found.values()):.2f} bits)"
         for way, found in p["choices"].items()
     )
     numbers = {**p["numbers"]["members"], **{f"LoRA {name}": n for name, n in p["numbers"]["loras"].items()}}
@@ -215,12 +202,16 @@ def _shown(p: Mapping[str, Any]) -> list[str]:
     return [STORED, ROUNDED, p["best_member"], CHOSEN, *(f"LoRA {name}" for name in p["numbers"]["loras"])]
 
 
-def _points(found: Mapping[str, float]) -> str:
-    return f"{100 * found['mean']:+.2f} ({100 * found['low']:+.2f} to {100 * found['high']:+.2f})"
+def _entropy(counts: Iterable[int]) -> float:
+    """Return the entropy of choices, in bits."""
+    shares = np.array([count for count in counts if count], dtype=np.float64)
+    shares /= shares.sum()
+    return float((shares * np.log2(1 / shares)).sum())
 
 
-def _nats(found: Mapping[str, float]) -> str:
-    return f"{found['mean']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f})"
+def _signed(found: Mapping[str, float], scale: float, digits: int) -> str:
+    mean, low, high = (f"{scale * found[key]:+.{digits}f}" for key in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
 
 
 def main() -> None:

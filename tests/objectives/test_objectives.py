@@ -20,8 +20,8 @@ from tests.objectives.case import BATCH, Case
 
 LOOPS_ELSEWHERE = {"TeacherForcing", "RecoveryObjective"}
 """The first has sources beside its texts, and its loop is in ``tests/train/test_teacher_forcing.py``; the second is the
-distillation that the objectives below are compared for, of a model that wears a LoRA, as in
-``tests/recipes/test_recover.py``.
+distillation that the objectives below are compared for, of a model that wears a LoRA or stands behind a soft prompt, as
+in ``tests/recipes/test_recover.py`` and ``tests/recipes/test_prompts.py``.
 """
 CASES: dict[str, Callable[[], Case]] = {
     "multirate": accelerated.multirate,

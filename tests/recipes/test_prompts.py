@@ -11,7 +11,7 @@ import torch
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.adapters.pool.training import RecoveringPromptObjective, SoftPrompt, SoftPromptObjective
+from vivace.adapters.pool.training import SoftPrompt, SoftPromptObjective
 from vivace.checkpoint.adapters import base_hash
 from vivace.configuration import build
 from vivace.core.draft_head import DraftHead
@@ -22,6 +22,7 @@ from vivace.recipes.prompts import PromptsRecipe, train_pool
 from vivace.train.data import Rows, pairs_of
 from vivace.train.distillation import DistillationLoss, FrozenPass, divergence
 from vivace.train.next_token import NextToken
+from vivace.train.recovery import RecoveryObjective
 from vivace.train.report import Lines
 
 WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
@@ -85,7 +86,8 @@ def test_the_divergence_is_that_of_the_stored_model_without_the_soft_prompt(tmp_
     [batch, *_] = Rows(engine.tokenizer, 512, model.device).batches(pairs_of(WORDS[:6]), 4096)
     torch.manual_seed(0)
     weights = SoftPrompt.beginning(model, 4)
-    objective = RecoveringPromptObjective(model, weights, stored, DistillationLoss(distillation=1.0, cross_entropy=0.0))
+    loss = DistillationLoss(distillation=1.0, cross_entropy=0.0)
+    objective = RecoveryObjective(SoftPromptObjective(model, weights), stored, loss)
     with torch.no_grad():
         got = float(sum(part for part, _ in objective.losses(model, batch)))
         truth = FrozenPass.of(stored, batch.tokens).logits(DraftHead(stored), batch.predicting)

@@ -13,14 +13,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vivace.core.draft_head import DraftHead
 from vivace.core.low_rank import LowRank, LowRankDeltas, Shape, Site
 from vivace.core.model import Decoder
 from vivace.core.step import Step
-from vivace.train.data import TokenBatch
-from vivace.train.distillation import DistillationLoss, FrozenPass, guess_losses
 from vivace.train.next_token import NextToken
-from vivace.train.objective import LossParts
 
 
 class LoraWeights(LowRank):
@@ -69,25 +65,3 @@ class LoraObjective(NextToken):
 
     def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
         return super()._trunk(model, h, replace(step, deltas=(self.weights.deltas(torch.zeros_like(step.slot)),)))
-
-
-class RecoveryObjective(LoraObjective):
-    """The distillation loss of a decoder in few bits that wears a LoRA: divergence from the stored decoder, and a share
-    of the cross-entropy of the text.
-
-    Only the factors learn. Accuracy recovery of *Apple Intelligence Foundation Language Models*, 2024,
-    arXiv:2407.21075; there the loss is the text's alone, and the divergence is ours: it says what was lost.
-    """
-
-    def __init__(self, model: Decoder, weights: LoraWeights, stored: Decoder, loss: DistillationLoss) -> None:
-        """Train ``weights`` on a frozen ``model`` to have the distribution of ``stored``."""
-        super().__init__(model, weights)
-        self.stored = stored
-        self.loss = loss
-
-    def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
-        """Yield the loss of a batch in parts; ``model`` is the decoder in few bits."""
-        frozen = FrozenPass.of(self.stored, batch.tokens)
-        step = Step.dense(*batch.tokens.shape, device=batch.tokens.device)
-        top = self._trunk(model, model.embed(batch.tokens.reshape(-1), step), step)
-        yield from guess_losses(self.loss, DraftHead(self.stored), model.head, frozen, batch, top)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from vivace.adapters.pool.pool import why_no_pool
-from vivace.adapters.pool.training import RecoveringPromptObjective, SoftPrompt, SoftPromptObjective
+from vivace.adapters.pool.training import SoftPrompt, SoftPromptObjective
 from vivace.checkpoint.files import named_file
 from vivace.checkpoint.soft_prompt import save_soft_prompt
 from vivace.core.model import Decoder
@@ -20,6 +20,7 @@ from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainC
 from vivace.recipes.stored import stored_model
 from vivace.recipes.trainer import train_beside
 from vivace.train.distillation import DistillationLoss
+from vivace.train.recovery import RecoveryObjective
 from vivace.train.report import Report
 
 
@@ -75,11 +76,8 @@ class PromptTraining(Trainable):
         recipe, model = context.recipe, context.engine.model
         assert isinstance(recipe, PromptsRecipe)
         self.weights = weights
-        self.objective = (
-            SoftPromptObjective(model, weights)
-            if stored is None
-            else RecoveringPromptObjective(model, weights, stored, recipe.loss)
-        )
+        own = SoftPromptObjective(model, weights)
+        self.objective = own if stored is None else RecoveryObjective(own, stored, recipe.loss)
         self.depth = model.config.num_layers
 
     def finish(self) -> TrainedAdapter:

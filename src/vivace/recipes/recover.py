@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from vivace.adapters.lora import RECOVERY, table_of
-from vivace.adapters.training import LoraWeights, RecoveryObjective
+from vivace.adapters.training import LoraObjective, LoraWeights
 from vivace.checkpoint.files import named_file
 from vivace.checkpoint.peft import save_lora
 from vivace.core.model import Decoder
@@ -26,6 +26,7 @@ from vivace.recipes.frozen import SavedTraining, TrainContext
 from vivace.recipes.lora import LoraRecipe, LoraTraining
 from vivace.recipes.stored import stored_model
 from vivace.train.distillation import DistillationLoss
+from vivace.train.recovery import RecoveryObjective
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class RecoverTraining(LoraTraining):
         recipe = context.recipe
         assert isinstance(recipe, RecoverRecipe)
         self.stored = stored
-        self.objective = RecoveryObjective(context.engine.model, weights, stored, recipe.loss)
+        self.objective = RecoveryObjective(LoraObjective(context.engine.model, weights), stored, recipe.loss)
 
     def save(self, out: Path, base: str) -> SavedTraining:
         """Write the LoRA, and say how far the checkpoint is from the stored model with it and without."""

@@ -72,14 +72,18 @@ class NextToken(DecoderObjective):
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Yield the cross-entropy in parts of ``rows`` positions, then the part that trains the layers."""
         rows, targets = batch.predicting, batch.targets
-        step = Step.dense(*batch.tokens.shape, device=batch.tokens.device)
-        top = self._trunk(model, model.embed(batch.tokens.reshape(-1), step), step)[rows]
+        top = self.residuals(model, batch)[rows]
 
         def part_of(h: Tensor, part: slice) -> LossPart:
             loss, right = next_token_loss(model, h, targets[part], len(rows))
             return loss, {"loss": float(loss.detach()), "accuracy": float(right)}
 
         yield from head_in_parts(top, rows_at_once(self.rows, model.config.vocab_size), part_of)
+
+    def residuals(self, model: Decoder, batch: TokenBatch) -> Tensor:
+        """Return the residuals of a batch's tokens after the last layer, (B * T, E), with gradients."""
+        step = Step.dense(*batch.tokens.shape, device=batch.tokens.device)
+        return self._trunk(model, model.embed(batch.tokens.reshape(-1), step), step)
 
     def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
         if not self.recompute or not torch.is_grad_enabled():
