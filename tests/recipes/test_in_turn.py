@@ -124,20 +124,20 @@ def test_a_killed_series_goes_on_and_arrives_at_the_same_weights(
 def test_minutes_count_the_pass_for_each_and_no_step_of_another(
     checkpoint: Path, answers: AnswersFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes of .05 s, and a second training whose own part of a step takes .1 s: budgets end at their own time."""
-    whole, losses = FrozenPass._made, MultirateObjective.losses
+    """On a clock that a pass moves by .05 s and the own part of a step by .01 s, the second training's by .1 s."""
+    now, whole, losses = [0.0], FrozenPass._made, MultirateObjective.losses
 
     def slow(model: Decoder, *given: Any) -> FrozenPass:
-        spin(0.05)
+        now[0] += 0.05
         return whole(model, *given)
 
     def slower(self: MultirateObjective, model: Decoder, batch: Any) -> LossParts:
-        if self.accelerator.config.rank == 2:
-            spin(0.1)
+        now[0] += 0.1 if self.accelerator.config.rank == 2 else 0.01
         yield from losses(self, model, batch)
 
     monkeypatch.setattr(FrozenPass, "_made", staticmethod(slow))
     monkeypatch.setattr(MultirateObjective, "losses", slower)
+    monkeypatch.setattr(time, "process_time", lambda: now[0])
     budget = ("loop.steps=null", "loop.minutes=0.02", "loop.clock=processor")
     outs = {
         tmp_path / "fast": recipe("multirate", *budget),
@@ -145,16 +145,10 @@ def test_minutes_count_the_pass_for_each_and_no_step_of_another(
     }
     train_in_turn(outs, vivace.load(checkpoint, kernels="torch"), answers, lambda out: QUIET)
     fast, slow_one = (read_state(out / "run" / "state.pt")["progress"] for out in outs)
-    assert fast["elapsed_s"] >= 0.05 * fast["step"]
-    assert slow_one["elapsed_s"] >= 0.15 * slow_one["step"]
-    assert fast["step"] > 1.5 * slow_one["step"]
-
-
-def spin(seconds: float) -> None:
-    """Use a processor for a time."""
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
+    assert fast["elapsed_s"] == pytest.approx(0.06 * fast["step"])
+    assert slow_one["elapsed_s"] == pytest.approx(0.15 * slow_one["step"])
+    # both end with the first step that passes 1.2 s
+    assert (fast["step"], slow_one["step"]) == (20, 8)
 
 
 def test_a_pass_is_taken_for_the_same_tokens_and_depths_only(checkpoint: Path) -> None:
