@@ -109,26 +109,33 @@ def trained(source: Path, folder: Path, texts: Texts) -> dict[str, Any]:
 
     With an adapter there is no divergence on the text that was held back: task files judge it as it is used.
     """
-    opened = source_of(folder)
     adapter = recovery_of(folder)
     worn_bytes = 0 if adapter is None else (adapter / "adapter_model.safetensors").stat().st_size
-    table = opened.table
-
-    def bits_of(names: Sequence[str]) -> float:
-        pieces = [piece.name for name in names for piece in table[name].pieces]
-        num_bytes = sum(map(opened.stored.num_bytes, pieces)) + worn_bytes
-        return 8 * num_bytes / sum(prod(table[name].shape) for name in names)
-
-    matrices = [name for name, target in table.items() if name.startswith("layers.") and len(target.shape) == 2]
     if (folder / "bits.json").is_file():
         bits: dict[str, float] = json.loads((folder / "bits.json").read_text(encoding="utf-8"))
     else:
-        bits = {"matrix_bits": bits_of(matrices), "all_bits": bits_of(list(table))}
+        bits = bits_of(folder, worn_bytes)
     found: dict[str, Any] = {"folder": str(folder), **bits, "predicted": None}
     if adapter is not None:
         return found | {"kl": None, "loss": None, "adapter_bytes": worn_bytes}
     made, stored = (load_decoder(place, dtype="float32") for place in (folder, source))
     return found | asdict(distance(made, stored, texts.held_back))
+
+
+def bits_of(folder: Path, worn_bytes: int = 0) -> dict[str, float]:
+    """Return the bits a weight of a folder's files, for the matrices of the layers and for everything, with the bytes
+    of an adapter counted in both.
+    """
+    opened = source_of(folder)
+    table = opened.table
+
+    def bits(names: Sequence[str]) -> float:
+        pieces = [piece.name for name in names for piece in table[name].pieces]
+        num_bytes = sum(map(opened.stored.num_bytes, pieces)) + worn_bytes
+        return 8 * num_bytes / sum(prod(table[name].shape) for name in names)
+
+    matrices = [name for name, target in table.items() if name.startswith("layers.") and len(target.shape) == 2]
+    return {"matrix_bits": bits(matrices), "all_bits": bits(list(table))}
 
 
 def quantized(source: Path, stored: Path, out: Path, kind: str, texts: Texts) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from benchmarks import (
     chat_tables,
     expert_tables,
     family_tables,
+    features,
     first_token_tables,
     flash_tables,
     guard_table,
@@ -186,6 +187,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         },
         techniques / "adapters.md": {
             "speed": adapter_table.tables(RESULTS / "adapters"),
+            "features": features.tables(RESULTS / "features"),
             "swaps": guard_table.swaps(RESULTS / "guard"),
         },
         techniques / "guard.md": {"results": guard_table.guards(RESULTS / "guard")},

@@ -38,6 +38,29 @@ ROWS: dict[str, tuple[str, dict[str, Any], Prompt]] = {
         {"question_id": 1, "category": "writing", "turns": ["Write.", "Again."]},
         Prompt("Write.", (), "mt_bench"),
     ),
+    "snips": (
+        "snips/train_full.jsonl.gz",
+        {
+            "intent": "PlayMusic",
+            "text": "play  Ode and Für Elise ",
+            "data": [
+                {"text": "play  "},
+                {"text": "Ode", "entity": "track"},
+                {"text": " and "},
+                {"text": "Für Elise ", "entity": "track"},
+            ],
+        },
+        Prompt(
+            "Intent and slots as JSON: play Ode and Für Elise",
+            ('{"intent": "PlayMusic", "slots": {"track": ["Ode", "Für Elise"]}}',),
+            "snips",
+        ),
+    ),
+    "clinc": (
+        "clinc/val.jsonl.gz",
+        {"text": "say it in Greek", "intent": "translate"},
+        Prompt("Intent: say it in Greek", ("translate",), "clinc"),
+    ),
 }
 
 
@@ -84,6 +107,11 @@ def test_rows_without_an_answer_are_left_out(tmp_path: Path) -> None:
         ("dialogsum", {"dialogue": "x"}, "'summary' is missing"),
         ("mt_bench", {"turns": []}, "'turns' is missing"),
         ("mt_bench", ["turns"], "not a JSON object"),
+        ("snips", {"intent": "PlayMusic", "data": "play"}, "'data' is missing or not a list of pieces"),
+        ("snips", {"intent": "PlayMusic", "data": [{"text": " "}]}, "'data' has no text"),
+        ("snips", {"intent": "PlayMusic", "data": [{"text": "play", "entity": " "}]}, "'entity' is empty"),
+        ("snips", {"data": [{"text": "play"}]}, "'intent' is missing"),
+        ("clinc", {"text": "hi"}, "'intent' is missing"),
     ],
 )
 def test_a_wrong_row_is_named_and_nothing_is_written(tmp_path: Path, task: str, row: object, reason: str) -> None:

@@ -20,8 +20,8 @@ def data(
     task: Annotated[
         str,
         typer.Argument(
-            help="e2e, wikisql, advising; chat: alpaca, dolly, gsm8k, dialogsum, mt_bench; long prompts: multidoc, kv, "
-            "reading; to judge by: zeroshot, wikitext.",
+            help="e2e, wikisql, advising; chat: alpaca, dolly, gsm8k, dialogsum, mt_bench; assistants: snips, "
+            "clinc; long prompts: multidoc, kv, reading; to judge by: zeroshot, wikitext.",
             metavar="TASK",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Turning public instruction sets into prompt files for chat models: alpaca, dolly, gsm8k, dialogsum, mt_bench.
+"""Turning public sets of instructions and requests into prompt files for chat models.
 
 * ``alpaca`` (Taori et al. 2023) and ``dolly`` (Conover et al. 2023): instructions, with an input or not, and answers.
 * ``gsm8k`` (Cobbe et al. 2021, arXiv:2110.14168): questions with worked answers, whose calculator marks ``<<...>>`` are
@@ -6,6 +6,9 @@
 * ``dialogsum`` (Chen et al. 2021, arXiv:2105.06762): dialogues with summaries.
 * ``mt_bench`` (Zheng et al. 2023, arXiv:2306.05685): questions of two turns, for measuring only. Where the set has
   reference answers, both turns become a conversation whose last answer is the reference, else the first turn is asked.
+* ``snips`` (Coucke et al. 2018, arXiv:1805.10190): requests to an assistant, answered by intent and slots as JSON
+  (``frames.py``). A row has ``intent``, and ``data``, the text in pieces, some of which name their ``entity``.
+* ``clinc`` (CLINC150; Larson et al. 2019, arXiv:1909.02027): requests of 150 intents, answered by the intent's name.
 
 Rows without an answer, of which alpaca has some, are left out. A source is one file of JSON objects, one a line, plain
 or ``.gz``, or a folder with the files under their public names.
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from vivace.errors import ConfigError, CorruptError, NotFoundError, nearest
+from vivace.evaluate.frames import write_frame
 from vivace.evaluate.tasks import SPLITS, Converted
 from vivace.prompts import Prompt, save_prompts
 
@@ -30,6 +34,8 @@ DEV_EVERY = 10
 """Of a set in one file every so many-th row is dev."""
 SUMMARIZE = "Summarize this dialogue."
 """What is asked about a dialogue."""
+FRAME, INTENT = "Intent and slots as JSON:", "Intent:"
+"""What is asked about a request to an assistant."""
 _MARKS = re.compile(r"<<[^>]*>>")
 
 Row = Mapping[str, Any]
@@ -99,12 +105,29 @@ def _turns(row: Row) -> Prompt:
     return Prompt(messages, (answers[len(turns) - 1],), "mt_bench")
 
 
+def _frame(row: Row) -> Prompt:
+    pieces = row.get("data")
+    if not isinstance(pieces, list) or not all(isinstance(piece, dict) for piece in pieces):
+        raise ValueError("field 'data' is missing or not a list of pieces")
+    text = " ".join("".join(str(piece.get("text", "")) for piece in pieces).split())
+    if not text:
+        raise ValueError("field 'data' has no text")
+    filled = [(_needed(piece, "entity"), _needed(piece, "text")) for piece in pieces if "entity" in piece]
+    return Prompt(f"{FRAME} {text}", (write_frame(_needed(row, "intent"), filled),), "snips")
+
+
+def _intent(row: Row) -> Prompt:
+    return Prompt(f"{INTENT} {_needed(row, 'text')}", (_needed(row, "intent"),), "clinc")
+
+
 CHAT_TASKS: Mapping[str, ChatTask] = {
     "alpaca": ChatTask(_instruction("alpaca"), {"all": ("alpaca_train", "alpaca_data")}),
     "dolly": ChatTask(_instruction("dolly"), {"all": ("dolly_3k_train", "databricks-dolly-15k")}),
     "gsm8k": ChatTask(_question, {"all": ("train",)}),
     "dialogsum": ChatTask(_dialogue, {"train": ("train", "dialogsum.train"), "dev": ("dev", "dialogsum.dev")}),
     "mt_bench": ChatTask(_turns, {"dev": ("question",)}),
+    "snips": ChatTask(_frame, {"all": ("train_full",)}),
+    "clinc": ChatTask(_intent, {"train": ("train",), "dev": ("val",)}),
 }
 """All sets by name."""
 

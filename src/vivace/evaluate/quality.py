@@ -1,7 +1,8 @@
 """Quality of generated texts, by the metrics that fit their tasks.
 
 Texts with references get BLEU and ROUGE-L; *e2e* also gets the slot error rate, which only needs the prompt;
-*wikisql* and *advising* get exact match instead of the overlap metrics. Questions about long prompts (*multidoc*,
+*wikisql* and *advising* get exact match instead of the overlap metrics, *clinc* the share of right intents, and *snips*
+what is usual for intents and slots (``frames.py``). Questions about long prompts (*multidoc*,
 *kv*, *reading*) get the share of answers that contain a reference, and the F1 of the words of the best one (as in
 Rajpurkar et al. 2016, arXiv:1606.05250, without their list of articles).
 """
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from vivace.errors import ConfigError
+from vivace.evaluate.frames import frame_scores
 from vivace.evaluate.overlap import bleu, rouge_l
 from vivace.evaluate.slots import total_slot_errors
 from vivace.evaluate.sql import is_exact_match
@@ -71,6 +73,10 @@ def _score_task(task: str, pairs: Sequence[tuple[Prompt, str]]) -> dict[str, flo
     answered = [(text, prompt.references) for prompt, text in pairs if prompt.references]
     if answered and task in SQL_TASKS:
         values["exact_match"] = sum(is_exact_match(text, answers) for text, answers in answered) / len(answered)
+    elif answered and task == "clinc":
+        values["exact_match"] = sum(text.strip() in answers for text, answers in answered) / len(answered)
+    elif answered and task == "snips":
+        values |= frame_scores([text for text, _ in answered], [answers[0] for _, answers in answered])
     elif answered and task in QUESTION_TASKS:
         values["contains"] = sum(contains(text, answers) for text, answers in answered) / len(answered)
         values["f1"] = sum(max(word_f1(text, answer) for answer in answers) for text, answers in answered) / len(
