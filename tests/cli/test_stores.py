@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ import pytest
 
 from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace.prompts import Prompt, packaged_prompts, save_prompts
+from vivace.storage.neurons.ordering import load_orders
 from vivace.storage.store import DATA
 
 
@@ -98,6 +100,43 @@ def test_thresholds(cli: Cli, model: Path, tmp_path: Path) -> None:
     found = cli(*ASK, "--model", tmp_path / "store", "--memory", "2MiB")
     assert found.status == 0, found.err
     assert "of 64 neurons a layer in memory" in found.err
+
+
+def test_an_error_is_allowed_instead_of_a_share(cli: Cli, model: Path, tmp_path: Path) -> None:
+    save_prompts(tmp_path / "prompts.jsonl", [Prompt(p.request, ("An answer.",)) for p in packaged_prompts("e2e")[:20]])
+    words = ("convert", tmp_path / "store", "--store", "--model", model, "--layout", "selected")
+    calibrated = (*words, "--calibrate", tmp_path / "prompts.jsonl")
+    shares = []
+    for error in (0.02, 0.2):
+        done = cli(*calibrated, "--error", error, "--json")
+        assert done.status == 0, done.err
+        assert all(line["error"] < 2 * error for line in done.json["calibration"])
+        shares.append([line["active_share"] for line in done.json["calibration"]])
+    assert all(less < more for more, less in zip(*shares, strict=True))
+    for wrong, reason in (
+        ((*words, "--error", "0.1"), "are for --store --calibrate FILE"),
+        ((*words, "--ordered"), "are for --store --calibrate FILE"),
+        ((*calibrated, "--error", "0.1", "--active", "0.5"), "give one of them"),
+        ((*calibrated, "--error", "1.5"), "error is a share"),
+        ((*calibrated, "--ordered"), "this model has silu"),
+        ((*words[:-1], "layers", "--calibrate", tmp_path / "prompts.jsonl"), "nothing to calibrate"),
+    ):
+        found = cli(*(tmp_path / "new" if word == tmp_path / "store" else word for word in wrong))
+        assert (found.status, reason in found.err) == (2, True), found.err
+        assert not (tmp_path / "new").exists()
+
+
+def test_neurons_in_the_order_of_their_activity(cli: Cli, tmp_path: Path) -> None:
+    """Predictors that find every active neuron give the model's own answer, whatever the order."""
+    model = make_checkpoint(tmp_path / "relu")
+    settings = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**settings, "hidden_act": "relu"}), encoding="utf-8")
+    save_prompts(tmp_path / "prompts.jsonl", [Prompt(p.request, ("An answer.",)) for p in packaged_prompts("e2e")[:20]])
+    words = ("convert", tmp_path / "store", "--store", "--model", model, "--layout", "neurons", "--dtype", "float32")
+    done = cli(*words, "--calibrate", tmp_path / "prompts.jsonl", "--error", "0", "--ordered", "--json")
+    assert done.status == 0, done.err
+    assert load_orders(tmp_path / "store") is not None
+    assert all(line["error"] == 0 and line["recall"] == 1 for line in done.json["calibration"])
 
 
 def test_inspect(cli: Cli, model: Path, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_scores_count_frames_intents_and_slots() -> None:
 
 
 def test_a_reference_that_is_no_frame_is_named() -> None:
-    with pytest.raises(ConfigError, match="a reference is no frame.*Book a table"):
+    with pytest.raises(ConfigError, match=r"a reference is no frame.*Book a table"):
         frame_scores([WANTED], ["Book a table"])
 
 

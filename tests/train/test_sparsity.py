@@ -9,11 +9,10 @@ import torch
 
 from tests.parity.families import VOCAB, make
 from vivace.checkpoint.load import load_decoder
-from vivace.core.layers import FeedForward
-from vivace.core.model import Decoder, Layer
+from vivace.core.model import Decoder
 from vivace.errors import ConfigError
 from vivace.recipes.decoder import DecoderRecipe, Stage
-from vivace.storage.neurons.predictors import inputs_of
+from vivace.storage.neurons.outputs import feeds_of
 from vivace.train.config import LoopConfig
 from vivace.train.data import TokenBatch
 from vivace.train.next_token import SparseNextToken, _hoyer
@@ -38,10 +37,8 @@ def batch() -> TokenBatch:
 
 def share_active(model: Decoder) -> float:
     shares = []
-    for layer, x in zip(model.layers, inputs_of(model, batch().tokens.tolist()), strict=True):
-        assert isinstance(layer, Layer)
-        assert isinstance(layer.feed_forward, FeedForward)
-        gates = layer.feed_forward.up(x).chunk(2, -1)[0]
+    for feed, (x,) in feeds_of(model, batch().tokens.tolist()):
+        gates = feed.up(x).chunk(2, -1)[0]
         shares.append(float((gates > 0).float().mean()))
     return sum(shares) / len(shares)
 

@@ -79,6 +79,46 @@ class Shard:
     """Whether this rank has the embedding, the final norm and the head."""
 
 
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint whose names and shapes were compared with its config.json, and of which nothing else was read."""
+
+    config: ModelConfig
+    stored: Tensors
+    plan: Mapping[str, Target]
+    """Which stored tensors fill which of our parameters."""
+    dtype: torch.dtype
+    """Of all weights."""
+    device: torch.device
+
+    def read(self, name: str) -> Tensor:
+        """Return a parameter by our name, as a view of the file where that is possible."""
+        return assemble(self.plan[name], self.stored, self.dtype, self.device)
+
+
+def open_checkpoint(
+    path: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    *,
+    ignored: Sequence[str] = (),
+    reads_sources: bool = False,
+) -> OpenCheckpoint:
+    """Open a checkpoint to read its parameters one by one; arguments and errors are those of ``load_decoder``."""
+    folder = resolve(path)
+    raw = read_config(folder, ignored)
+    family, config = family_of(raw), translate(raw)
+    stored = open_tensors(folder)
+    if not reads_sources:
+        check_has_no_encoder(config)
+    config = as_stored(family, config, stored)
+    plan = plan_of(family, config, stored.names)
+    check(plan, stored, family, config)
+    place = choose_device(device)
+    written = dtype_of(raw) or stored.tensor(plan["embedding"].pieces[0].name).dtype
+    return OpenCheckpoint(config, stored, plan, choose_dtype(dtype, written, place), place)
+
+
 def load_decoder(
     path: str | Path,
     dtype: str | torch.dtype = "auto",
@@ -113,34 +153,24 @@ def load_decoder(
         MismatchError: tensors are missing, unexpected or of another shape than config.json says.
         UnsupportedError: a family or setting is not supported.
     """
-    folder = resolve(path)
-    raw = read_config(folder, ignored)
-    family, config = family_of(raw), translate(raw)
-    stored = open_tensors(folder)
-    if not reads_sources:
-        check_has_no_encoder(config)
-    config = as_stored(family, config, stored)
-    plan = plan_of(family, config, stored.names)
-    check(plan, stored, family, config)
-    place = choose_device(device)
-    written = dtype_of(raw) or stored.tensor(plan["embedding"].pieces[0].name).dtype
-    kind = choose_dtype(dtype, written, place)
-    chosen = None if backend is None else backend(kind)
+    opened = open_checkpoint(path, dtype, device, ignored=ignored, reads_sources=reads_sources)
+    config, stored = opened.config, opened.stored
+    chosen = None if backend is None else backend(opened.dtype)
     with torch.device("meta"):
         if parts is None and shard is None:
             parts = DenseParts(config, sources)
         decoder = Decoder(config if shard is None else shard.config, parts, chosen)
 
     def read(name: str) -> Tensor | Coded:
-        target = plan[name]
+        target = opened.plan[name]
         if shard is not None:
-            return assemble(shard.cut(name, target), stored, kind, place)
+            return assemble(shard.cut(name, target), stored, opened.dtype, opened.device)
         coded = None if chosen is None else _coded(target, stored, chosen, is_table=name == "embedding")
-        return assemble(target, stored, kind, place) if coded is None else coded
+        return opened.read(name) if coded is None else coded
 
     has_ends = shard is None or shard.has_ends
     if not has_ends:
-        _leave_ends(decoder, kind, place)
+        _leave_ends(decoder, opened.dtype, opened.device)
     if chosen is not None:
         pack_parts(decoder, read, lambda part, mapped: _let_go(part, mapped, stored), has_ends=has_ends)
     else:

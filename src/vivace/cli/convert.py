@@ -30,6 +30,10 @@ class StoreChoice:
     """Prompt file to calibrate with; None for no calibration."""
     active: float
     """Share of the neurons that calibration keeps."""
+    error: float | None
+    """Most that the output of a layer may change by neurons that are left out, instead of a share or a recall."""
+    is_ordered: bool
+    """Whether neurons that are active together lie side by side."""
     kernels: str
     """Kernels that the store is packed for."""
     weights: str
@@ -76,6 +80,17 @@ def convert(
         float | None,
         typer.Option(help="Share of the neurons that --calibrate keeps (selected); left out: 0.5."),
     ] = None,
+    error: Annotated[
+        float | None,
+        typer.Option(
+            help="With --calibrate: the most that a layer's output may change by neurons that are left out, such as "
+            "0.05; instead of --active, or of finding 99 % of the active neurons."
+        ),
+    ] = None,
+    ordered: Annotated[
+        bool,
+        typer.Option("--ordered", help="With --calibrate, ReLU: neurons that are active together lie side by side."),
+    ] = False,
     dtype: options.Dtype = "auto",
     kernels: Annotated[
         str, typer.Option(help="Those that shall stream a store: auto, torch, avx2, avx512 or amx.")
@@ -93,6 +108,10 @@ def convert(
     ignored = tuple(ignore_config_key or ())
     if active is not None and (not store or calibrate is None):
         raise ConfigError("--active is a share of what --store --calibrate FILE measures; give both, or leave it out")
+    if (error is not None or ordered) and (not store or calibrate is None):
+        raise ConfigError("--error and --ordered are for --store --calibrate FILE; give both, or leave them out")
+    if error is not None and active is not None:
+        raise ConfigError("--active and --error both say how many neurons are kept; give one of them")
     if dense and merge is None:
         if store or layout != "layers" or calibrate is not None or (kind, kernels) != ("auto", "auto"):
             raise ConfigError("--dense takes --model and --dtype; leave the others out")
@@ -106,7 +125,7 @@ def convert(
         return
     if store:
         share, weights = 0.5 if active is None else active, "bf16" if kind == "auto" else kind
-        choice = StoreChoice(layout, dtype, calibrate, share, kernels, weights, ignored)
+        choice = StoreChoice(layout, dtype, calibrate, share, error, ordered, kernels, weights, ignored)
         _write_store(folder_of(model), output, choice, as_json=as_json)
         return
     _require_defaults(layout, calibrate, dtype, kernels)
@@ -172,8 +191,20 @@ def _write_store(folder: Path, output: Path, choice: StoreChoice, *, as_json: bo
     from vivace.storage.store import check_layout
 
     texts = None if choice.calibrate is None else _texts(folder, choice.calibrate)
+    how, orders = check_layout(choice.layout), None
+    if texts is not None:
+        from vivace.storage.neurons.calibration import calibrate, check_calibration
+
+        check_calibration(how, texts, choice.active, choice.error)
+    if texts is not None and choice.is_ordered:
+        from vivace.checkpoint.layerwise import LayerwiseDecoder
+        from vivace.storage.neurons.ordering import find_orders
+        from vivace.storage.neurons.predictors import split_held
+
+        console.note(f"ordering neurons by their activity on {len(texts)} texts")
+        whole = LayerwiseDecoder(folder, choice.dtype, ignored=choice.ignored)
+        orders = find_orders(whole, split_held(texts)[0])
     with console.progress("writing") as progress:
-        how = check_layout(choice.layout)
         written = write_store(
             folder,
             output,
@@ -181,15 +212,15 @@ def _write_store(folder: Path, output: Path, choice: StoreChoice, *, as_json: bo
             dtype=choice.dtype,
             kernels=choice.kernels,
             weights=choice.weights,
+            orders=orders,
             progress=progress,
             ignored=choice.ignored,
         )
     report: list[dict[str, object]] = []
     if texts is not None:
-        from vivace.storage.neurons.calibration import calibrate
-
-        console.note(f"calibrating on {len(texts)} texts, with the whole model in memory")
-        report = [asdict(line) for line in calibrate(folder, written, texts, choice.active, ignored=choice.ignored)]
+        console.note(f"calibrating on {len(texts)} texts, with one layer at a time in memory")
+        found = calibrate(folder, written, texts, choice.active, error=choice.error, ignored=choice.ignored)
+        report = [asdict(line) for line in found]
     facts = {
         "folder": str(written.folder),
         "layout": written.layout,

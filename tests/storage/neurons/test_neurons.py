@@ -28,7 +28,15 @@ from vivace.storage.loading import load_stored
 from vivace.storage.neurons import thresholds
 from vivace.storage.neurons.calibration import calibrate
 from vivace.storage.neurons.ordering import chain, find_orders
-from vivace.storage.neurons.predictors import Predictor, PredictorConfig, save_predictors, train_predictors
+from vivace.storage.neurons.outputs import NeuronOutputs, feeds_of
+from vivace.storage.neurons.predictors import (
+    Predictor,
+    PredictorConfig,
+    save_predictors,
+    split_held,
+    train_predictors,
+)
+from vivace.storage.neurons.thresholds import find_thresholds
 from vivace.storage.store import Store
 
 WIDTH = 640
@@ -286,6 +294,49 @@ def test_predictors_of_another_model(neurons: Store) -> None:
     save_predictors(neurons, [Predictor(torch.zeros(1, 16), torch.zeros(WIDTH, 1), torch.ones(WIDTH)) for _ in "abc"])
     with pytest.raises(MismatchError, match="does not fit layer 0"):
         load_stored(neurons.folder, reader="buffered")
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.03, 0.1, 0.3])
+def test_the_error_of_predictors_is_within_the_limit_and_another_step_beyond(neurons: Store, limit: float) -> None:
+    resident = load_decoder(neurons.folder.parent / "model", dtype="float32")
+    config = PredictorConfig(rank=8, error=limit, epochs=1)
+    predictors, reports = train_predictors(resident, TEXTS, config)
+    held = split_held(TEXTS)[1]
+    for predictor, report, (feed, (x,)) in zip(predictors, reports, feeds_of(resident, held), strict=True):
+        outputs = NeuronOutputs(feed, x)
+        active, scores = outputs.gate > 0, predictor.scores(x)
+        left_out = active & (scores <= 0)
+        assert report.error == pytest.approx(outputs.error(left_out), abs=1e-6)
+        assert report.error <= limit
+        # a seventh of what is found beyond that is too much
+        kept = scores[active & ~left_out].sort().values
+        assert outputs.error(active & (scores < kept[len(kept) // 7])) > limit
+    if limit == 0:
+        assert all(report.recall == 1 for report in reports)
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.05, 0.2])
+def test_the_error_of_thresholds_is_within_the_limit_where_they_were_found(case: Case, limit: float) -> None:
+    reports = find_thresholds(case.resident, TEXTS, error=limit)
+    learned = split_held(TEXTS)[0]
+    for report, (feed, (x,)) in zip(reports, feeds_of(case.resident, learned), strict=True):
+        outputs = NeuronOutputs(feed, x)
+        sizes = outputs.gate.abs()
+        assert outputs.error(sizes <= report.threshold) <= limit
+        assert (
+            outputs.error(sizes <= sizes.flatten().sort().values[int((sizes <= report.threshold).sum() * 1.15) + 9])
+            > limit
+        )
+        assert report.error < 1.5 * limit + 1e-6
+    if limit == 0:
+        assert all(report.threshold == 0 for report in reports)
+
+
+def test_errors_that_cannot_be(case: Case) -> None:
+    with pytest.raises(ConfigError, match=r"found 1"):
+        find_thresholds(case.resident, TEXTS, error=1.0)
+    with pytest.raises(ConfigError, match=r"found -0\.1"):
+        PredictorConfig(error=-0.1)
 
 
 def test_thresholds_of_another_store(case: Case) -> None:

@@ -1,16 +1,37 @@
-"""Calibration of a store of neurons: finds its predictors or thresholds on texts, with the whole model in memory."""
+"""Calibration of a store of neurons: finds its predictors or thresholds on texts, with one layer in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.layerwise import LayerwiseDecoder
 from vivace.errors import ConfigError
 from vivace.storage.neurons.ordering import load_orders
-from vivace.storage.neurons.predictors import PredictorConfig, PredictorReport, save_predictors, train_predictors
-from vivace.storage.neurons.thresholds import ThresholdReport, find_thresholds, save_thresholds
-from vivace.storage.store import Store
+from vivace.storage.neurons.predictors import (
+    PredictorConfig,
+    PredictorReport,
+    save_predictors,
+    split_held,
+    train_predictors,
+)
+from vivace.storage.neurons.thresholds import ThresholdReport, check_shares, find_thresholds, save_thresholds
+from vivace.storage.store import Layout, Store
+
+
+def check_calibration(
+    layout: Layout, texts: Sequence[Sequence[int]], active: float = 0.5, error: float | None = None
+) -> None:
+    """Refuse what ``calibrate`` would refuse, before a store is written.
+
+    Raises:
+        ConfigError: a layout that needs neither predictors nor thresholds, too few texts, or an impossible share.
+    """
+    if layout == "layers":
+        raise ConfigError("layout layers keeps every neuron: there is nothing to calibrate; leave it out")
+    check_shares(active, error)
+    split_held(texts)
 
 
 def calibrate(
@@ -20,6 +41,7 @@ def calibrate(
     active: float = 0.5,
     predictors: PredictorConfig | None = None,
     *,
+    error: float | None = None,
     ignored: Sequence[str] = (),
 ) -> Sequence[PredictorReport] | Sequence[ThresholdReport]:
     """Find predictors (layout ``neurons``) or thresholds (layout ``selected``), and write them into a store.
@@ -30,6 +52,7 @@ def calibrate(
         texts: token ids of at least ten texts.
         active: share of the neurons that thresholds keep.
         predictors: how they are trained.
+        error: most that the output of a layer may change, instead of a share or a recall.
         ignored: unknown keys of the checkpoint's config.json that are read as if they were not there.
 
     Returns:
@@ -38,16 +61,16 @@ def calibrate(
     Raises:
         ConfigError: a layout that needs neither, or too few texts.
     """
-    if store.layout == "layers":
-        raise ConfigError("layout layers keeps every neuron: there is nothing to calibrate; leave it out")
-    decoder = load_decoder(model, dtype=store.dtype, ignored=ignored)
+    check_calibration(store.layout, texts, active, error)
+    decoder = LayerwiseDecoder(model, store.dtype, ignored=ignored)
     if store.layout == "neurons":
-        trained, found = train_predictors(decoder, texts, predictors or PredictorConfig())
+        how = predictors or PredictorConfig()
+        trained, found = train_predictors(decoder, texts, how if error is None else replace(how, error=error))
         orders = load_orders(store.folder)
         if orders is not None:
             trained = [each.in_order(order) for each, order in zip(trained, orders, strict=True)]
         save_predictors(store, trained)
         return found
-    reports = find_thresholds(decoder, texts, active)
+    reports = find_thresholds(decoder, texts, active, error)
     save_thresholds(store, reports)
     return reports

@@ -17,19 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.checkpoint.files import read_tensors, write_tensors
-from vivace.core.layers import FeedForward
-from vivace.core.model import Decoder
 from vivace.errors import ConfigError
-from vivace.storage.neurons.predictors import gates_of, inputs_of
+from vivace.storage.neurons.outputs import LayersInOrder, feeds_of
+from vivace.storage.neurons.predictors import gates_of
 
 FILE = "order.safetensors"
 
 
-def find_orders(model: Decoder, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+def find_orders(model: LayersInOrder, texts: Sequence[Sequence[int]]) -> list[Tensor]:
     """Find an order of the neurons of each layer, (F,) int64: the neuron that lies at each place.
 
     Args:
-        model: with ReLU feed-forwards and all weights in memory.
+        model: with ReLU feed-forwards.
         texts: token ids; activity is compared on them.
 
     Raises:
@@ -40,12 +39,7 @@ def find_orders(model: Decoder, texts: Sequence[Sequence[int]]) -> list[Tensor]:
         raise ConfigError(f"neurons are ordered by what a relu leaves, this model has {c.activation}")
     if not texts:
         raise ConfigError("neurons are ordered by their activity on texts; give at least one")
-    orders = []
-    for layer, x in zip(model.layers, inputs_of(model, texts), strict=True):
-        feed = layer.feed_forward
-        assert isinstance(feed, FeedForward)
-        orders.append(chain(gates_of(feed, x) > 0))
-    return orders
+    return [chain(gates_of(feed, x) > 0) for feed, (x,) in feeds_of(model, texts)]
 
 
 @torch.no_grad()

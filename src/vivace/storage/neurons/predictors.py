@@ -2,14 +2,15 @@
 
 ``active = up(down(x)) + bias > threshold`` with ``down`` (r, E) and ``up`` (F, r), trained on what really is active
 (Alizadeh et al. 2023, arXiv:2312.11514, section 3.1; after Liu et al. 2023, Deja Vu, arXiv:2310.17157). The losses of
-active and inactive neurons are balanced, and the threshold of each layer is set to the recall that is asked for on
-texts held back from training. Training starts (ours) from the r directions in which the layer's values before its ReLU
-vary most, and keeps them where it finds nothing better. Predictors are judged and stored in the model's dtype.
+active and inactive neurons are balanced. The threshold of each layer is set to the recall that is asked for, or (ours)
+to the error of the layer's output that is allowed, on texts held back from training. Training starts (ours) from the r
+directions in which the layer's values before its ReLU vary most, and keeps them where it finds nothing better.
+Predictors are judged and stored in the model's dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,11 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.checkpoint.files import read_tensors, staged, write_tensors
-from vivace.core.layers import FeedForward, Linear
-from vivace.core.model import Decoder
-from vivace.core.step import Step
+from vivace.core.layers import FeedForward
 from vivace.errors import ConfigError, MismatchError, NotFoundError
 from vivace.kernels.native import Matrix, NativeBody
+from vivace.storage.neurons.outputs import LayersInOrder, NeuronOutputs, feeds_of, gate_of, most_within
 from vivace.storage.store import Store
 from vivace.train.rows import RowsConfig, fit_rows
 
@@ -67,6 +67,9 @@ class PredictorConfig:
     rank: int = 64
     recall: float = 0.99
     """Share of the active neurons that must be found, on texts held back."""
+    error: float | None = None
+    """Instead of the recall: the most that the output of a layer may change by neurons that are not found, as the norm
+    of the change over that of the output, mean over texts held back."""
     epochs: int = 4
     """Passes over the texts; 0 keeps the directions that training starts from."""
     learning_rate: float = 1e-3
@@ -78,6 +81,8 @@ class PredictorConfig:
     def __post_init__(self) -> None:
         if not 0 < self.recall <= 1:
             raise ConfigError(f"recall is a share in (0, 1], found {self.recall}")
+        if self.error is not None and not 0 <= self.error < 1:
+            raise ConfigError(f"error is a share in [0, 1), found {self.error}")
         if self.rank < 1:
             raise ConfigError(f"rank must be at least 1, found {self.rank}")
 
@@ -93,15 +98,17 @@ class PredictorReport:
     """Mean share of neurons that are active for a token."""
     predicted_share: float
     """Mean share of neurons that are predicted for a token."""
+    error: float
+    """Norm of the change of the feed-forward's output over the norm of the output, mean over tokens."""
 
 
 def train_predictors(
-    model: Decoder, texts: Sequence[Sequence[int]], config: PredictorConfig
+    model: LayersInOrder, texts: Sequence[Sequence[int]], config: PredictorConfig
 ) -> tuple[list[Predictor], list[PredictorReport]]:
-    """Train the predictors of a resident model, layer after layer.
+    """Train the predictors of a model, layer after layer.
 
     Args:
-        model: with ReLU feed-forwards and all weights in memory.
+        model: with ReLU feed-forwards.
         texts: token ids; every tenth is held back to set thresholds by.
         config: how they are trained.
 
@@ -113,15 +120,12 @@ def train_predictors(
         raise ConfigError(f"predictors are for feed-forwards with relu, this model has {c.activation}")
     learned, held = split_held(texts)
     predictors, reports = [], []
-    pairs = zip(inputs_of(model, learned), inputs_of(model, held), strict=True)
-    for layer, (x, x_held) in enumerate(pairs):
-        feed = model.layers[layer].feed_forward
-        assert isinstance(feed, FeedForward)
-        gates, truth = gates_of(feed, x), gates_of(feed, x_held) > 0
+    for layer, (feed, (x, x_held)) in enumerate(feeds_of(model, learned, held)):
+        gates, outputs = gates_of(feed, x), NeuronOutputs(feed, x_held)
         tried = [_start(feed, gates, config)]
         if config.epochs:
             tried.append(_train(tried[0], x, gates > 0, config))
-        found = [_calibrate(layer, predictor.to(x.dtype), x_held, truth, config.recall) for predictor in tried]
+        found = [_calibrate(layer, predictor.to(x.dtype), x_held, outputs, config) for predictor in tried]
         predictor, report = min(found, key=lambda one: one[1].predicted_share)
         predictors.append(predictor)
         reports.append(report)
@@ -140,43 +144,26 @@ def split_held(texts: Sequence[Sequence[int]]) -> tuple[list[Sequence[int]], lis
     return [text for place, text in enumerate(texts) if place % 10 != 9], held
 
 
-def _gate_of(feed: FeedForward) -> tuple[Tensor, Tensor]:
-    """Return weight (F, E) and bias (F,) of the map whose result the ReLU is applied to."""
-    assert isinstance(feed.up, Linear)
-    width = feed.up.weight.shape[0] // (2 if feed.gated else 1)
-    weight = feed.up.weight[:width].detach()
-    return weight, weight.new_zeros(width) if feed.up.bias is None else feed.up.bias[:width].detach()
-
-
 @torch.no_grad()
 def gates_of(feed: FeedForward, x: Tensor) -> Tensor:
     """Return what the ReLU is applied to, (n, E) -> (n, F); positive values are the neurons that really are active."""
-    return F.linear(x, *_gate_of(feed))
+    return F.linear(x, *gate_of(feed))
 
 
 @torch.no_grad()
 def _start(feed: FeedForward, gates: Tensor, config: PredictorConfig) -> Predictor:
     """Return the map of this rank that is nearest to the layer's own on these gates, by their principal directions."""
-    weight, bias = (part.float() for part in _gate_of(feed))
+    weight, bias = gate_of(feed)
     gates = gates.float()
     mean = gates.mean(0)
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
         directions = torch.pca_lowrank(gates, min(config.rank, *gates.shape))[2]
-    down, up = directions.T @ weight, directions
+    down, up = directions.T @ weight.float(), directions
     scale = (down.norm() / up.norm()).clamp(min=1e-12).sqrt()
-    return Predictor(down / scale, up * scale, mean + directions @ (directions.T @ (bias - mean)))
-
-
-@torch.no_grad()
-def inputs_of(model: Decoder, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-    """Yield the input of each feed-forward on these texts, (tokens, E), one layer after the other."""
-    steps = [Step.dense(1, len(text)) for text in texts]
-    rows = [model.embed(torch.tensor(text), step) for text, step in zip(texts, steps, strict=True)]
-    for layer in model.layers:
-        rows = [layer.attend(h, step) for h, step in zip(rows, steps, strict=True)]  # type: ignore[operator]
-        yield torch.cat([h if layer.ffn_norm is None else layer.ffn_norm(h) for h in rows])  # type: ignore[operator]
-        rows = [layer.feed(h, step) for h, step in zip(rows, steps, strict=True)]  # type: ignore[operator]
+    return Predictor(
+        down / scale, up * scale, mean + directions @ (directions.T @ ((0 if bias is None else bias.float()) - mean))
+    )
 
 
 def _train(start: Predictor, x: Tensor, truth: Tensor, config: PredictorConfig) -> Predictor:
@@ -197,12 +184,19 @@ def _train(start: Predictor, x: Tensor, truth: Tensor, config: PredictorConfig) 
 
 @torch.no_grad()
 def _calibrate(
-    layer: int, predictor: Predictor, x: Tensor, truth: Tensor, recall: float
+    layer: int, predictor: Predictor, x: Tensor, outputs: NeuronOutputs, config: PredictorConfig
 ) -> tuple[Predictor, PredictorReport]:
-    """Set the threshold that finds ``recall`` of the active neurons, and measure the predictor with it."""
+    """Set the threshold that finds as many active neurons as are asked for, and measure the predictor with it."""
+    truth = outputs.gate > 0
     scores = predictor.scores(x)
     found = scores[truth].sort().values
-    threshold = found[int((1 - recall) * (len(found) - 1))].item() if len(found) else 0.0
+    if not len(found):
+        threshold = 0.0
+    elif config.error is None:
+        threshold = found[int((1 - config.recall) * (len(found) - 1))].item()
+    else:
+        missed = most_within(config.error, len(found), lambda at: outputs.error(truth & (scores < found[at])))
+        threshold = found[missed].item()
     threshold -= 1e-6 * abs(threshold) + 1e-7  # rounding must not lose the neuron at the threshold
     shifted = replace(predictor, bias=predictor.bias - threshold)
     guess = shifted.scores(x) > 0
@@ -213,6 +207,7 @@ def _calibrate(
         precision=hits / max(1, guess.sum().item()),
         active_share=truth.float().mean().item(),
         predicted_share=guess.float().mean().item(),
+        error=outputs.error(truth & ~guess),
     )
     return shifted, report
 

@@ -1,8 +1,9 @@
 """Thresholds below which neurons of a gated feed-forward are left out (layout ``selected``).
 
 Each layer has one: the quantile of |act(gate(x))| over texts that leaves the share of neurons asked for (Lee et al.
-2024, CATS, arXiv:2404.08763). Without a file of thresholds all are 0, so only neurons that are exactly zero are left
-out. How much leaving out changes the output of each layer is measured on texts held back.
+2024, CATS, arXiv:2404.08763), or (ours) the largest that changes the layer's output by no more than is allowed. Without
+a file of thresholds all are 0, so only neurons that are exactly zero are left out. How much leaving out changes the
+output of each layer is measured on texts held back.
 """
 
 from __future__ import annotations
@@ -11,16 +12,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.checkpoint.files import read_json
-from vivace.core.layers import FeedForward, Linear, activate
-from vivace.core.model import Decoder
 from vivace.errors import ConfigError, MismatchError
 from vivace.files import write_text
-from vivace.storage.neurons.predictors import inputs_of, split_held
+from vivace.storage.neurons.outputs import LayersInOrder, NeuronOutputs, feeds_of, most_within
+from vivace.storage.neurons.predictors import split_held
 from vivace.storage.store import Store
 
 FILE = "thresholds.json"
@@ -38,51 +36,64 @@ class ThresholdReport:
     """Norm of the change of the feed-forward's output over the norm of the output, mean over tokens."""
 
 
-def find_thresholds(model: Decoder, texts: Sequence[Sequence[int]], active: float) -> list[ThresholdReport]:
-    """Find the thresholds that keep a share of the neurons.
+STEPS = 1024
+"""Number of thresholds among which the largest within an error is looked for."""
+
+
+def find_thresholds(
+    model: LayersInOrder, texts: Sequence[Sequence[int]], active: float = 0.5, error: float | None = None
+) -> list[ThresholdReport]:
+    """Find the thresholds that keep a share of the neurons, or change no layer by more than an error.
 
     Args:
-        model: with all weights in memory.
+        model: without mixtures of experts.
         texts: token ids; every tenth is held back to report on.
         active: share of the neurons to keep, (0, 1].
+        error: most that the output of a layer may change on the other texts, as in ``ThresholdReport``; then each layer
+            keeps as few neurons as that allows, and ``active`` does not count.
 
     Raises:
-        ConfigError: the share is impossible, or there are fewer than ten texts.
+        ConfigError: the share or the error is impossible, or there are fewer than ten texts.
     """
-    if not 0 < active <= 1:
-        raise ConfigError(f"active is a share in (0, 1], found {active}")
+    check_shares(active, error)
     learned, held = split_held(texts)
     reports = []
-    for layer, (x, x_held) in enumerate(zip(inputs_of(model, learned), inputs_of(model, held), strict=True)):
-        feed = model.layers[layer].feed_forward
-        assert isinstance(feed, FeedForward)
-        sizes = _gate(feed, x).abs().flatten().float()
-        threshold = 0.0 if active == 1 else sizes.kthvalue(max(1, int((1 - active) * len(sizes)))).values.item()
-        reports.append(_report(layer, feed, x_held, threshold))
+    for layer, (feed, (x, x_held)) in enumerate(feeds_of(model, learned, held)):
+        threshold = _threshold(NeuronOutputs(feed, x), active, error)
+        reports.append(_report(layer, NeuronOutputs(feed, x_held), threshold))
     return reports
 
 
-def _gate(feed: FeedForward, x: Tensor) -> Tensor:
-    """Return the activations of the selector, (n, E) -> (n, F)."""
-    assert isinstance(feed.up, Linear)
-    width = feed.up.weight.shape[0] // (2 if feed.gated else 1)
-    bias = None if feed.up.bias is None else feed.up.bias[:width]
-    return activate(F.linear(x, feed.up.weight[:width], bias), feed.activation)
+def check_shares(active: float, error: float | None) -> None:
+    """Refuse a share of neurons, or an error, that cannot be.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    if not 0 < active <= 1:
+        raise ConfigError(f"active is a share in (0, 1], found {active}")
+    if error is not None and not 0 <= error < 1:
+        raise ConfigError(f"error is a share in [0, 1), found {error}")
 
 
-@torch.no_grad()
-def _report(layer: int, feed: FeedForward, x: Tensor, threshold: float) -> ThresholdReport:
-    gate = _gate(feed, x)
-    kept = torch.where(gate.abs() > threshold, gate, 0.0)
-    up: Tensor | float = 1.0
-    if feed.gated:
-        assert isinstance(feed.up, Linear)
-        width = gate.shape[1]
-        up = F.linear(x, feed.up.weight[width:], None if feed.up.bias is None else feed.up.bias[width:])
-    assert isinstance(feed.down, Linear)
-    whole, change = (F.linear(inner * up, feed.down.weight).float() for inner in (gate, gate - kept))
-    error = (change.norm(dim=-1) / whole.norm(dim=-1).clamp_min(1e-12)).mean().item()
-    return ThresholdReport(layer, threshold, (kept != 0).float().mean().item(), error)
+def _threshold(outputs: NeuronOutputs, active: float, error: float | None) -> float:
+    """Return the threshold of a layer, below which and at which neurons are left out."""
+    sizes = outputs.gate.abs().float()
+    rising = sizes.flatten().sort().values
+    if error is None:
+        return 0.0 if active == 1 else _quantile(rising, 1 - active)
+    tried = [0.0, *(_quantile(rising, step / STEPS) for step in range(1, STEPS))]
+    return tried[most_within(error, STEPS, lambda at: outputs.error(sizes <= tried[at]))]
+
+
+def _quantile(rising: Tensor, share: float) -> float:
+    """Return the number of which a share of all is at most as large."""
+    return float(rising[max(0, int(share * len(rising)) - 1)])
+
+
+def _report(layer: int, outputs: NeuronOutputs, threshold: float) -> ThresholdReport:
+    left_out = outputs.gate.abs() <= threshold
+    return ThresholdReport(layer, threshold, 1 - left_out.float().mean().item(), outputs.error(left_out))
 
 
 def save_thresholds(store: Store, reports: Sequence[ThresholdReport]) -> None:
