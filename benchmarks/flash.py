@@ -43,12 +43,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.flash_models import ApartReader, make, setting_of, trial
+from benchmarks.following import followed, written
 from vivace.checkpoint.load import put
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
-from vivace.core.seams import Draft
-from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
@@ -284,51 +283,24 @@ def agree(folder: Path, num_prompts: int, new_tokens: int, share: float) -> dict
         for name in ("e2e", "sql")
     }
     model, storage = load_stored(dense.folder, reader="direct", num_tokens=TOKENS)
-    texts = {name: [_answer(model, prompt, new_tokens) for prompt in prompts] for name, prompts in sets.items()}
+    texts = {name: [written(model, prompt, new_tokens) for prompt in prompts] for name, prompts in sets.items()}
     storage.close()
     del model, storage
     found = {}
     with sparse(neurons, share, 4) as (model, storage):
-        for name, prompts in sets.items():
-            before, agreed, surprise = _counters(storage), 0, 0.0
-            for prompt, (tokens, logprobs) in zip(prompts, texts[name], strict=True):
-                scores = _followed(model, prompt, tokens)
-                agreed += int((scores.argmax(-1) == torch.tensor(tokens[1:])).sum())
-                chosen = scores.gather(1, torch.tensor(tokens[1:])[:, None]).sum().item()
-                surprise += sum(logprobs[1:]) - chosen
+        for name in sets:
+            before = _counters(storage)
+            along = followed(model, texts[name])
             gone = {key: value - before[key] for key, value in _counters(storage).items()}
-            count = sum(len(tokens) - 1 for tokens, _ in texts[name])
-            cells = count * model.config.num_layers * model.config.ffn_width
+            cells = along.num_tokens * model.config.num_layers * model.config.ffn_width
             found[name] = {
-                "tokens": count,
-                "agreed": agreed / count,
-                "surprise": surprise / count,
+                "tokens": along.num_tokens,
+                "agreed": along.agreed,
+                "surprise": along.surprise,
                 "asked": gone["active"] / cells,
                 "read": gone["missing"] / cells,
             }
     return found
-
-
-def _answer(model: Decoder, prompt: Sequence[int], new_tokens: int) -> tuple[list[int], list[float]]:
-    """Return greedy tokens and their log-probabilities."""
-    session = Session(model, num_slots=1, capacity=len(prompt) + new_tokens)
-    session.admit(Request(tuple(prompt), new_tokens, NoDrafts(), sampling=Sampling(), logprobs=True))
-    with torch.inference_mode():
-        emitted = list(session.drain())
-    return [t for each in emitted for t in each.tokens], [p for each in emitted for p in each.logprobs or ()]
-
-
-@torch.inference_mode()
-def _followed(model: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-    """Return the log-probabilities (n - 1, V) after each token except the last, decoded one by one."""
-    cache, scores = model.new_cache(1, len(prompt) + len(tokens)), []
-    ForwardPass().run(model, Draft.committed_only({0: list(prompt)}), cache, chunk=True)
-    cache.commit([0], [list(range(len(prompt)))])
-    for token in tokens[:-1]:
-        passed = ForwardPass().run(model, Draft.committed_only({0: [token]}), cache)
-        cache.commit([0], [[0]])
-        scores.append(torch.log_softmax(model.head(passed.hidden)[-1].float(), -1))
-    return torch.stack(scores)
 
 
 def measure(name: str, open_row: Opening, new_tokens: int) -> Row:

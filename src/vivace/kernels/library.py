@@ -96,7 +96,7 @@ class CNeurons(Structure):
     """Mirrors ``Neurons``: the contribution of some neurons of a gated feed-forward."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("gate", "up", "down", "x", "inner", "out")),
+        *((name, c_void_p) for name in ("gate", "up", "down", "known", "x", "inner", "out")),
         *((name, c_int64) for name in ("rows", "count", "width", "stride", "activation")),
     ]
 

@@ -249,25 +249,30 @@ class NativeBody:
         self._library.vivace_activate(self._index, byref(call))
         return out
 
-    def add_neurons(self, parts: Mapping[str, Tensor], x: Tensor, out: Tensor, activation: str) -> None:
+    def add_neurons(
+        self, parts: Mapping[str, Tensor], x: Tensor, out: Tensor, activation: str, known: Tensor | None = None
+    ) -> None:
         """Add what n neurons of a gated feed-forward contribute: ``out += (act(x gate^T) * (x up^T)) down``.
 
         Args:
             parts: "gate", "up" and "down", each (n, E) bfloat16, all with the same distance between rows.
             x: (T, E) inputs of the feed-forward.
             out: (T, E) float32, added to in place.
-            activation: activation of the gate; with "relu", neurons whose activation is zero in every row are skipped.
+            activation: activation of the gate; with "relu", neurons whose activation is zero are skipped.
+            known: (T, n) bfloat16, ``act(x gate^T)``, of which zeros are skipped; there need be no "gate" then.
         """
-        gate, up, down = (parts[name] for name in ("gate", "up", "down"))
-        stride = gate.stride(0)
-        assert all(part.stride() == (stride, 1) and part.dtype == torch.bfloat16 for part in (gate, up, down))
+        up, down = parts["up"], parts["down"]
+        gate = parts["gate"] if known is None else None
+        stride, given = up.stride(0), [part for part in (gate, up, down) if part is not None]
+        assert all(part.stride() == (stride, 1) and part.dtype == torch.bfloat16 for part in given)
+        assert known is None or (known.shape == (len(x), len(up)) and known.dtype == torch.bfloat16)
         assert out.dtype == torch.float32
         assert out.is_contiguous()
         x = x.contiguous()
-        inner = x.new_empty(len(x), len(gate))
+        inner, known = x.new_empty(len(x), len(up)), None if known is None else known.contiguous()
         call = CNeurons(
-            *(part.data_ptr() for part in (gate, up, down, x, inner, out)),
-            *(len(x), len(gate), x.shape[1], stride, ACTIVATIONS[activation]),
+            *(_address(part) for part in (gate, up, down, known, x, inner, out)),
+            *(len(x), len(up), x.shape[1], stride, ACTIVATIONS[activation]),
         )
         self._library.vivace_neurons(self._index, num_threads(), byref(call))
 

@@ -27,6 +27,7 @@ from vivace.storage.convert import write_store
 from vivace.storage.loading import load_stored
 from vivace.storage.neurons import thresholds
 from vivace.storage.neurons.calibration import calibrate
+from vivace.storage.neurons.feed_forward import NeuronFeedForward
 from vivace.storage.neurons.ordering import chain, find_orders
 from vivace.storage.neurons.outputs import NeuronOutputs, feeds_of
 from vivace.storage.neurons.predictors import (
@@ -405,6 +406,27 @@ def test_native_kernels_compute_with_neurons(neurons: Store, body: NativeBody, t
             assert storage.neurons.counts.excess > 0
     assert (logprobs[0] - logprobs[1]).abs().max() < 0.1 * (logprobs[1].max() - logprobs[1].min())
     assert logprobs[0].argmax() == logprobs[1].argmax()
+
+
+def test_native_kernels_compute_with_selected_neurons(case: Case, body: NativeBody, tmp_path: Path) -> None:
+    """Three rows that select neurons of their own, of which some are in memory and some find no room there."""
+    store = write_store(case.folder / "model", tmp_path / "store", layout="selected", dtype="bfloat16")
+    calibrate(case.folder / "model", store, TEXTS, 0.3)
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randn(3, case.resident.config.width, generator=draw).bfloat16() for _ in range(4)]
+    found = []
+    for used in (body, None):
+        with opened(store, 0.7, body=used) as (model, storage):
+            feed = model.layers[1].feed_forward
+            assert isinstance(feed, NeuronFeedForward)
+            found.append([feed._some(x) for x in rows])
+            assert storage.neurons is not None
+            assert storage.neurons.counts.excess > 0
+            assert storage.neurons.counts.read < storage.neurons.counts.active
+    for native, plain in zip(*found, strict=True):
+        assert native is not None
+        assert plain is not None
+        assert (native - plain).abs().max() < 0.02 * plain.abs().max()
 
 
 def test_a_failed_read_ends_its_sequence_and_the_next_one_reads_again(case: Case, tmp_path: Path) -> None:

@@ -144,9 +144,10 @@ struct Activated {
 };
 
 // The contribution of some neurons of a gated feed-forward: out += (round(act(x gate^T)) * (x up^T)) down. With ReLU a
-// neuron whose activation is zero takes no further products.
+// neuron whose activation is zero takes no further products, and so does one whose `known` activation is.
 struct Neurons {
-    const bf16 *gate, *up, *down;  // (count, E), the neurons `stride` numbers apart
+    const bf16 *gate, *up, *down;  // (count, E), the neurons `stride` numbers apart; no gate where `known` is there
+    const bf16* known;             // (rows, count) round(act(x gate^T)), or null
     const bf16* x;                 // (rows, E)
     bf16* inner;                   // (rows, count) working space
     float* out;                    // (rows, E)

@@ -17,8 +17,10 @@ inline void dot_neurons(const bf16* matrix, int64_t stride, const int64_t* which
     }
 }
 
-// Computes the activations of NEURONS neurons from item * NEURONS on; with ReLU the up projection of zero ones is
-// skipped.
+inline bool is_zero_number(uint16_t x) { return (x & 0x7fff) == 0; }
+
+// Computes the activations of NEURONS neurons from item * NEURONS on. The up projection of those that are known to be
+// zero is skipped, and with ReLU that of all zero ones.
 inline void activate_neurons(const Neurons& n, int64_t item) {
     const int64_t first = item * NEURONS, count = n.count - first < NEURONS ? n.count - first : NEURONS;
     int64_t every[NEURONS], active[NEURONS];
@@ -27,16 +29,22 @@ inline void activate_neurons(const Neurons& n, int64_t item) {
         alignas(64) bf16 gates[NEURONS], taken[NEURONS], ups[NEURONS], products[NEURONS];
         const bf16* x = n.x + r * n.width;
         bf16* inner = n.inner + r * n.count + first;
-        dot_neurons(n.gate, n.stride, every, count, x, n.width, gates);
+        const bf16* known = n.known == nullptr ? nullptr : n.known + r * n.count + first;
+        if (known == nullptr) dot_neurons(n.gate, n.stride, every, count, x, n.width, gates);
         int64_t some = 0;
         for (int64_t i = 0; i < count; ++i) {
             inner[i] = 0;
-            if (n.activation == RELU && (gates[i] >> 15 || gates[i] == 0)) continue;
+            if (known != nullptr) gates[i] = known[i];
+            const bool is_zero = known != nullptr ? is_zero_number(gates[i])
+                                                  : n.activation == RELU && (gates[i] >> 15 || gates[i] == 0);
+            if (is_zero) continue;
             taken[some] = gates[i];
             active[some++] = first + i;
         }
         dot_neurons(n.up, n.stride, active, some, x, n.width, ups);
-        activate(taken, ups, products, some, n.activation);
+        if (known == nullptr) activate(taken, ups, products, some, n.activation);
+        for (int64_t i = 0; known != nullptr && i < some; ++i)
+            products[i] = to_bfloat16(widened(taken[i]) * widened(ups[i]));
         for (int64_t i = 0; i < some; ++i) inner[active[i] - first] = products[i];
     }
 }
@@ -53,7 +61,7 @@ inline void add_neurons(const Neurons& n, int64_t item) {
             Vec scale[4];
             int taken = 0;
             for (; i < n.count && taken < 4; ++i) {
-                if (inner[i] == 0 || inner[i] == 0x8000) continue;
+                if (is_zero_number(inner[i])) continue;
                 down[taken] = n.down + i * n.stride + first;
                 scale[taken++] = broadcast(__builtin_bit_cast(float, (uint32_t)inner[i] << 16));
             }

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vivace.checkpoint.layerwise import LayerwiseDecoder
 from vivace.errors import ConfigError
+from vivace.kernels.reference import any_order
 from vivace.storage.neurons.ordering import load_orders
 from vivace.storage.neurons.predictors import (
     PredictorConfig,
@@ -63,6 +64,18 @@ def calibrate(
     """
     check_calibration(store.layout, texts, active, error)
     decoder = LayerwiseDecoder(model, store.dtype, ignored=ignored)
+    with any_order():
+        return _calibrated(decoder, store, texts, active, predictors, error)
+
+
+def _calibrated(
+    decoder: LayerwiseDecoder,
+    store: Store,
+    texts: Sequence[Sequence[int]],
+    active: float,
+    predictors: PredictorConfig | None,
+    error: float | None,
+) -> Sequence[PredictorReport] | Sequence[ThresholdReport]:
     if store.layout == "neurons":
         how = predictors or PredictorConfig()
         trained, found = train_predictors(decoder, texts, how if error is None else replace(how, error=error))

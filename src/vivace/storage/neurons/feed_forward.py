@@ -24,6 +24,8 @@ from vivace.core.seams import Stateful
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
 from vivace.kernels import reference as kernels
+from vivace.kernels.native import Matrix, NativeBody
+from vivace.kernels.widened import multiplies_bfloat16
 from vivace.storage.neurons.loader import NeuronLoader, Records
 
 TOGETHER = 128
@@ -83,14 +85,19 @@ class NeuronFeedForward(nn.Module):
         if neurons.is_dense(self.layer, active):
             return None
         y = x.new_zeros(x.shape, dtype=torch.float32)
-        body = neurons.body if gate is None and self.config.gated and self.up.bias is None else None
         for records in neurons.bring(self.layer, active):
-            if body is None:
+            if self._body is None:
                 self._add(x, records, gate, y)
             elif records.first < records.stop:
                 parts = {name: part[records.first : records.stop] for name, part in records.parts.items()}
-                body.add_neurons(parts, x, y, self.config.activation)
+                known = None if gate is None else gate[:, records.neurons[records.first : records.stop]]
+                self._body.add_neurons(parts, x, y, self.config.activation, known)
         return y
+
+    @property
+    def _body(self) -> NativeBody | None:
+        """The native kernels, where they run this feed-forward: one with a gate and without biases, in bfloat16."""
+        return self.neurons.body if self.config.gated and self.up.bias is None else None
 
     def _add(self, x: Tensor, records: Records, gate: Tensor | None, y: Tensor) -> None:
         """Add the contributions of neurons to ``y`` (T, E)."""
@@ -106,17 +113,25 @@ class NeuronFeedForward(nn.Module):
         """Compute with all neurons, block by block, without the last bias."""
         gate = self._gate(x)
         y = x.new_zeros(x.shape, dtype=torch.float32)
+        body = None if multiplies_bfloat16() else self._body
         for first, found in self.neurons.every(self.layer):
             which = torch.arange(first, first + len(found["down"]))
-            y += self._inner(x, found, which, gate) @ found["down"]
+            if body is None:
+                y += self._inner(x, found, which, gate) @ found["down"]
+            else:
+                body.add_neurons(found, x, y, self.config.activation, None if gate is None else gate[:, which])
         return y
 
     def _gate(self, x: Tensor) -> Tensor | None:
         """Return the activations of the selector, (T, F); None for a layer without one."""
         if self.layer not in self.neurons.selectors:
             return None
+        selector = self.neurons.selectors[self.layer]
+        if self._body is not None:
+            matrix = Matrix(selector, None, selector.shape[1], selector.shape[0])
+            return self._body.activate(self._body.linear(matrix, x), None, self.config.activation)
         bias = None if self.up.bias is None else self.up.bias[: self.config.ffn_width]
-        return activate(kernels.linear(x, self.neurons.selectors[self.layer], bias), self.config.activation)
+        return activate(kernels.linear(x, selector, bias), self.config.activation)
 
     def _inner(self, x: Tensor, found: dict[str, Tensor], which: Tensor, gate: Tensor | None) -> Tensor:
         """Return the inner activations of the neurons ``which`` (n,), as (T, n)."""

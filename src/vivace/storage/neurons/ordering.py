@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vivace.checkpoint.files import read_tensors, write_tensors
 from vivace.errors import ConfigError
+from vivace.kernels.reference import any_order
 from vivace.storage.neurons.outputs import LayersInOrder, feeds_of
 from vivace.storage.neurons.predictors import gates_of
 
@@ -39,7 +40,8 @@ def find_orders(model: LayersInOrder, texts: Sequence[Sequence[int]]) -> list[Te
         raise ConfigError(f"neurons are ordered by what a relu leaves, this model has {c.activation}")
     if not texts:
         raise ConfigError("neurons are ordered by their activity on texts; give at least one")
-    return [chain(gates_of(feed, x) > 0) for feed, (x,) in feeds_of(model, texts)]
+    with any_order():
+        return [chain(gates_of(feed, x) > 0) for feed, (x,) in feeds_of(model, texts)]
 
 
 @torch.no_grad()
