@@ -408,12 +408,15 @@ def test_native_kernels_compute_with_neurons(neurons: Store, body: NativeBody, t
     assert logprobs[0].argmax() == logprobs[1].argmax()
 
 
-def test_native_kernels_compute_with_selected_neurons(case: Case, body: NativeBody, tmp_path: Path) -> None:
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_native_kernels_compute_with_selected_neurons(body: NativeBody, tmp_path: Path, activation: str) -> None:
     """Three rows that select neurons of their own, of which some are in memory and some find no room there."""
-    store = write_store(case.folder / "model", tmp_path / "store", layout="selected", dtype="bfloat16")
-    calibrate(case.folder / "model", store, TEXTS, 0.3)
+    sizes = {"intermediate_size": WIDTH, "hidden_act": activation, "mlp_bias": False}
+    model_folder = checkpoint("llama", tmp_path / "model", **sizes)
+    store = write_store(model_folder, tmp_path / "store", layout="selected", dtype="bfloat16")
+    calibrate(model_folder, store, TEXTS, 0.3)
     draw = torch.Generator().manual_seed(0)
-    rows = [torch.randn(3, case.resident.config.width, generator=draw).bfloat16() for _ in range(4)]
+    rows = [torch.randn(3, store.config.width, generator=draw).bfloat16() for _ in range(4)]
     found = []
     for used in (body, None):
         with opened(store, 0.7, body=used) as (model, storage):
@@ -421,6 +424,7 @@ def test_native_kernels_compute_with_selected_neurons(case: Case, body: NativeBo
             assert isinstance(feed, NeuronFeedForward)
             found.append([feed._some(x) for x in rows])
             assert storage.neurons is not None
+            assert storage.neurons.body is used
             assert storage.neurons.counts.excess > 0
             assert storage.neurons.counts.read < storage.neurons.counts.active
     for native, plain in zip(*found, strict=True):
