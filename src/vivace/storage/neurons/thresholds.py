@@ -12,8 +12,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from vivace.checkpoint.files import read_json
 from vivace.errors import ConfigError, MismatchError
 from vivace.files import write_text
@@ -81,14 +79,15 @@ def _threshold(outputs: NeuronOutputs, active: float, error: float | None) -> fl
     sizes = outputs.gate.abs().float()
     rising = sizes.flatten().sort().values
     if error is None:
-        return 0.0 if active == 1 else _quantile(rising, 1 - active)
-    tried = [0.0, *(_quantile(rising, step / STEPS) for step in range(1, STEPS))]
+        return 0.0 if active == 1 else float(rising[_place(len(rising), 1 - active)])
+    places = [_place(len(rising), step / STEPS) for step in range(1, STEPS)]
+    tried = [0.0, *rising[places].tolist()]
     return tried[most_within(error, STEPS, lambda at: outputs.error(sizes <= tried[at]))]
 
 
-def _quantile(rising: Tensor, share: float) -> float:
-    """Return the number of which a share of all is at most as large."""
-    return float(rising[max(0, int(share * len(rising)) - 1)])
+def _place(count: int, share: float) -> int:
+    """Return where, of so many rising numbers, the one lies of which a share of all is at most as large."""
+    return max(0, int(share * count) - 1)
 
 
 def _report(layer: int, outputs: NeuronOutputs, threshold: float) -> ThresholdReport:
