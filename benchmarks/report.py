@@ -51,6 +51,7 @@ from benchmarks import (
     speed_law,
     stream_tables,
     stream_ways,
+    thresholds,
     tradeoff,
     truth_table,
 )
@@ -145,6 +146,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         techniques / "dynamic_depth.md": {"trade-off": tradeoff.tables(RESULTS / "tradeoff")},
         techniques / "flash.md": {
             "results": flash_tables.tables(RESULTS / "flash"),
+            "thresholds": thresholds.tables(RESULTS / "thresholds"),
             "capped": capped.tables(RESULTS / "flash" / "capped" / "smollm2.json"),
         },
         techniques / "experts.md": {

@@ -69,7 +69,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     folders, body = stores(given), choose("auto").body
     tokenizer = load_tokenizer(resolve(given.model))
     asked = [tokenizer.encode_prompt(row.request) for row in load_prompts(given.prompts)]
-    model = vivace.load(given.model, adapters=()).model
+    model = vivace.load(given.model).model
     texts = [written(model, prompt, given.tokens) for prompt in asked if len(prompt) <= given.longest][: given.limit]
     del model
     limit = int((folders[EVERY] / DATA).stat().st_size * given.share)
