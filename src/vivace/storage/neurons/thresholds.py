@@ -81,7 +81,7 @@ def _threshold(outputs: NeuronOutputs, active: float, error: float | None) -> fl
     if error is None:
         return 0.0 if active == 1 else float(rising[_place(len(rising), 1 - active)])
     places = [_place(len(rising), step / STEPS) for step in range(1, STEPS)]
-    tried = [0.0, *rising[places].tolist()]
+    tried: list[float] = [0.0, *rising[places].tolist()]
     return tried[most_within(error, STEPS, lambda at: outputs.error(sizes <= tried[at]))]
 
 
