@@ -26,7 +26,7 @@ class LayerwiseDecoder:
         self.config = self._opened.config
         with torch.device("meta"):
             self._decoder = Decoder(self.config).requires_grad_(False).eval()
-        self._shapes = {name: parameter.shape for name, parameter in self._decoder.named_parameters()}
+        self._names = [name for name, _ in self._decoder.named_parameters()]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,12 +49,12 @@ class LayerwiseDecoder:
         return self._decoder.embed(tokens, step)
 
     def _read(self, prefix: str, *, is_within: bool = True) -> None:
-        for name in self._shapes:
+        for name in self._names:
             if name.startswith(prefix) == is_within:
                 put(self._decoder, name, self._opened.read(name))
 
     def _let_go(self) -> None:
         for name, parameter in self._decoder.named_parameters():
             if not parameter.is_meta:
-                put(self._decoder, name, torch.empty(self._shapes[name], dtype=self.dtype, device="meta"))
+                put(self._decoder, name, torch.empty_like(parameter, device="meta"))
         self._opened.stored.release()

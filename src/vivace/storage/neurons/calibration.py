@@ -35,6 +35,7 @@ def check_calibration(
     split_held(texts)
 
 
+@any_order()
 def calibrate(
     model: str | Path,
     store: Store,
@@ -64,18 +65,6 @@ def calibrate(
     """
     check_calibration(store.layout, texts, active, error)
     decoder = LayerwiseDecoder(model, store.dtype, ignored=ignored)
-    with any_order():
-        return _calibrated(decoder, store, texts, active, predictors, error)
-
-
-def _calibrated(
-    decoder: LayerwiseDecoder,
-    store: Store,
-    texts: Sequence[Sequence[int]],
-    active: float,
-    predictors: PredictorConfig | None,
-    error: float | None,
-) -> Sequence[PredictorReport] | Sequence[ThresholdReport]:
     if store.layout == "neurons":
         how = predictors or PredictorConfig()
         trained, found = train_predictors(decoder, texts, how if error is None else replace(how, error=error))

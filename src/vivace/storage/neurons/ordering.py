@@ -25,6 +25,7 @@ from vivace.storage.neurons.predictors import gates_of
 FILE = "order.safetensors"
 
 
+@any_order()
 def find_orders(model: LayersInOrder, texts: Sequence[Sequence[int]]) -> list[Tensor]:
     """Find an order of the neurons of each layer, (F,) int64: the neuron that lies at each place.
 
@@ -40,8 +41,7 @@ def find_orders(model: LayersInOrder, texts: Sequence[Sequence[int]]) -> list[Te
         raise ConfigError(f"neurons are ordered by what a relu leaves, this model has {c.activation}")
     if not texts:
         raise ConfigError("neurons are ordered by their activity on texts; give at least one")
-    with any_order():
-        return [chain(gates_of(feed, x) > 0) for feed, (x,) in feeds_of(model, texts)]
+    return [chain(gates_of(feed, x) > 0) for feed, (x,) in feeds_of(model, texts)]
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from vivace.core.config import ModelConfig
 from vivace.core.layers import FeedForward, Linear, activate
 from vivace.core.model import Layer
 from vivace.core.step import Step
+from vivace.errors import ConfigError
 
 
 class LayersInOrder(Protocol):
@@ -90,6 +91,16 @@ class NeuronOutputs:
         """
         change = F.linear(self._inner * left_out, self._down).float().norm(dim=-1)
         return float((change / self._whole).mean())
+
+
+def check_error(error: float | None) -> None:
+    """Refuse an error that cannot be allowed; None is where none is given.
+
+    Raises:
+        ConfigError: it is no share below 1.
+    """
+    if error is not None and not 0 <= error < 1:
+        raise ConfigError(f"error is a share in [0, 1), found {error}")
 
 
 def most_within(limit: float, count: int, error: Callable[[int], float]) -> int:

@@ -22,7 +22,7 @@ from vivace.checkpoint.files import read_tensors, staged, write_tensors
 from vivace.core.layers import FeedForward
 from vivace.errors import ConfigError, MismatchError, NotFoundError
 from vivace.kernels.native import Matrix, NativeBody
-from vivace.storage.neurons.outputs import LayersInOrder, NeuronOutputs, feeds_of, gate_of, most_within
+from vivace.storage.neurons.outputs import LayersInOrder, NeuronOutputs, check_error, feeds_of, gate_of, most_within
 from vivace.storage.store import Store
 from vivace.train.rows import RowsConfig, fit_rows
 
@@ -81,8 +81,7 @@ class PredictorConfig:
     def __post_init__(self) -> None:
         if not 0 < self.recall <= 1:
             raise ConfigError(f"recall is a share in (0, 1], found {self.recall}")
-        if self.error is not None and not 0 <= self.error < 1:
-            raise ConfigError(f"error is a share in [0, 1), found {self.error}")
+        check_error(self.error)
         if self.rank < 1:
             raise ConfigError(f"rank must be at least 1, found {self.rank}")
 

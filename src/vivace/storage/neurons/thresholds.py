@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from vivace.checkpoint.files import read_json
 from vivace.errors import ConfigError, MismatchError
 from vivace.files import write_text
-from vivace.storage.neurons.outputs import LayersInOrder, NeuronOutputs, feeds_of, most_within
+from vivace.storage.neurons.outputs import LayersInOrder, NeuronOutputs, check_error, feeds_of, most_within
 from vivace.storage.neurons.predictors import split_held
 from vivace.storage.store import Store
 
@@ -70,16 +70,17 @@ def check_shares(active: float, error: float | None) -> None:
     """
     if not 0 < active <= 1:
         raise ConfigError(f"active is a share in (0, 1], found {active}")
-    if error is not None and not 0 <= error < 1:
-        raise ConfigError(f"error is a share in [0, 1), found {error}")
+    check_error(error)
 
 
 def _threshold(outputs: NeuronOutputs, active: float, error: float | None) -> float:
     """Return the threshold of a layer, below which and at which neurons are left out."""
+    if error is None and active == 1:
+        return 0.0
     sizes = outputs.gate.abs().float()
     rising = sizes.flatten().sort().values
     if error is None:
-        return 0.0 if active == 1 else float(rising[_place(len(rising), 1 - active)])
+        return float(rising[_place(len(rising), 1 - active)])
     places = [_place(len(rising), step / STEPS) for step in range(1, STEPS)]
     tried: list[float] = [0.0, *rising[places].tolist()]
     return tried[most_within(error, STEPS, lambda at: outputs.error(sizes <= tried[at]))]
