@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import json
 import random
 import subprocess
 import sys
@@ -34,6 +33,7 @@ import torch
 import vivace
 from benchmarks import captions
 from benchmarks.palette_quality import bits_of
+from benchmarks.result_files import tables_of, write_report
 from tools.blocks import table
 from vivace.engine import Engine
 from vivace.evaluate.provenance import provenance
@@ -44,6 +44,7 @@ WEIGHTS = "adapter_model.safetensors"
 RECOVERY = "recovery"
 STORED, ZERO, BEGUN = "stored", "from-zero", "from-recovery"
 TITLES = {STORED: "stored", ZERO: "few bits, from zero", BEGUN: "few bits, from recovery"}
+BASES = {STORED: "stored", ZERO: "few", BEGUN: "few"}
 DRAWS = 300
 AT_ONCE = 8
 
@@ -167,7 +168,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     for rank in given.ranks:
         at = given.work / f"rank-{rank}"
         loras["few"][f"{rank}-{RECOVERY}"] = at / RECOVERY
-        for way, base in ((STORED, "stored"), (ZERO, "few"), (BEGUN, "few")):
+        for way, base in BASES.items():
             loras[base] |= {f"{rank}-{way}-{each.name}": at / way / each.name for each in FEATURES}
     engines = {
         "stored": vivace.load(given.stored, adapters=loras["stored"]),
@@ -210,7 +211,7 @@ def systems(feature: Feature, ranks: Sequence[int]) -> Iterator[tuple[str, str, 
     yield "few bits, no LoRA", "few", None
     for rank in ranks:
         yield f"few bits, recovery of rank {rank} alone", "few", f"{rank}-{RECOVERY}"
-        for way, base in ((STORED, "stored"), (ZERO, "few"), (BEGUN, "few")):
+        for way, base in BASES.items():
             yield f"{TITLES[way]}, rank {rank}", base, f"{rank}-{way}-{feature.name}"
 
 
@@ -256,8 +257,7 @@ def value(feature: Feature, rows: Sequence[Prompt], texts: Sequence[str]) -> flo
 
 def tables(folder: Path) -> str:
     """Return the table of every result file of a folder."""
-    parts = [part for path in sorted(folder.glob("*.json")) for part in _tables(json.loads(path.read_text("utf-8")))]
-    return "\n\n".join(parts) or "No run is committed yet."
+    return tables_of(folder, _tables)
 
 
 def _tables(written: Mapping[str, Any]) -> list[str]:
@@ -310,8 +310,7 @@ def main() -> None:
     if given.json is None:
         parser.error("measure needs --json")
     report = measure(given)
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(given.json, report)
     print("\n\n".join(_tables(report)))
 
 

@@ -17,7 +17,7 @@ from vivace.prompts import load_prompts, packaged_prompts
 from vivace.storage.convert import write_store
 from vivace.storage.io.async_reader import CHUNK_BYTES
 from vivace.storage.io.readers import PAGE, DirectReader
-from vivace.storage.neurons.calibration import calibrate
+from vivace.storage.neurons.calibration import calibrate, texts_of
 from vivace.storage.neurons.ordering import find_orders
 from vivace.storage.neurons.predictors import Predictor, PredictorConfig, save_predictors, split_held
 from vivace.storage.store import Store
@@ -74,10 +74,7 @@ def make(folder: Path, width: int, ffn: int, layers: int, heads: int, vocab: int
 def trial(source: Path, folder: Path, prompts: Path, predictors: PredictorConfig, *, is_ordered: bool) -> None:
     """Write the stores of a checkpoint as ``make`` does, and a prompt for it."""
     tokenizer = load_tokenizer(source)
-    texts = [
-        (*tokenizer.encode_prompt(row.request), *tokenizer.encode(row.references[0], special=False))
-        for row in load_prompts(prompts)
-    ]
+    texts = texts_of(tokenizer, load_prompts(prompts))
     write_store(source, folder / "layers", kernels="torch")
     orders = find_orders(load_decoder(source), split_held(texts)[0]) if is_ordered else None
     neurons = write_store(source, folder / "neurons", layout="neurons", orders=orders)

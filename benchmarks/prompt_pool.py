@@ -14,7 +14,6 @@ write) is compared with the rounded model and with the best single member. Inter
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from safetensors.torch import load_file
 
 import vivace
 from benchmarks import captions
+from benchmarks.result_files import tables_of, write_report
 from tools.blocks import table
 from vivace.adapters.pool.choice import Scoring, scores_of
 from vivace.adapters.pool.pool import NONE
@@ -147,8 +147,7 @@ def interval(one: Values, other: Values, seed: int = 0) -> dict[str, float]:
 
 def tables(folder: Path) -> str:
     """Return the tables of all result files of a folder."""
-    parts = [part for path in sorted(folder.glob("*.json")) for part in _tables(json.loads(path.read_text("utf-8")))]
-    return "\n\n".join(parts) or "No run is committed yet."
+    return tables_of(folder, _tables)
 
 
 def _tables(written: Mapping[str, Any]) -> list[str]:
@@ -226,8 +225,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
     report = measure(given)
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(given.json, report)
     print("\n\n".join(_tables(report)))
 
 

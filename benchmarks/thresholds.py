@@ -24,6 +24,7 @@ import vivace
 from benchmarks import captions
 from benchmarks.capped import drop
 from benchmarks.following import Text, followed, written
+from benchmarks.result_files import tables_of, write_report
 from tools.blocks import table
 from vivace.checkpoint.files import resolve
 from vivace.checkpoint.tokenizer import load_tokenizer
@@ -33,7 +34,7 @@ from vivace.kernels.choice import choose
 from vivace.prompts import load_prompts
 from vivace.storage.convert import write_store
 from vivace.storage.loading import load_stored
-from vivace.storage.neurons.calibration import calibrate
+from vivace.storage.neurons.calibration import calibrate, texts_of
 from vivace.storage.store import DATA
 from vivace.units import format_bytes
 
@@ -50,10 +51,7 @@ def stores(given: argparse.Namespace) -> dict[str, Path]:
         write_store(given.model, found[EVERY])
     tokenizer = load_tokenizer(resolve(given.model))
     rows = [row for row in load_prompts(given.calibrate) if row.references][: given.rows]
-    texts = [
-        (*tokenizer.encode_prompt(row.request), *tokenizer.encode(row.references[0], special=False))[: given.longest]
-        for row in rows
-    ]
+    texts = [text[: given.longest] for text in texts_of(tokenizer, rows)]
     for error in given.errors:
         folder = found[f"{error:g}"] = given.work / f"selected-{error:g}"
         if not (folder / FACTS).is_file():
@@ -120,8 +118,7 @@ def _mean(facts: Sequence[Mapping[str, float]], key: str) -> float:
 
 def tables(folder: Path) -> str:
     """Return the table of every result file of a folder."""
-    parts = [part for path in sorted(folder.glob("*.json")) for part in _tables(json.loads(path.read_text("utf-8")))]
-    return "\n\n".join(parts) or "No run is committed yet."
+    return tables_of(folder, _tables)
 
 
 def _tables(report: Mapping[str, Any]) -> list[str]:
@@ -176,8 +173,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
     report = measure(given)
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    write_text(given.json, json.dumps(report, indent=1) + "\n")
+    write_report(given.json, report)
     print("\n\n".join(_tables(report)))
 
 

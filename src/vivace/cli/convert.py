@@ -240,13 +240,9 @@ def _texts(folder: Path, prompts: Path) -> list[tuple[int, ...]]:
     """Return the prompts of a file in tokens, each followed by its first reference answer if it has one."""
     from vivace.checkpoint.tokenizer import load_tokenizer
     from vivace.prompts import load_prompts
+    from vivace.storage.neurons.calibration import texts_of
 
-    tokenizer = load_tokenizer(folder)
-    texts = []
-    for row in load_prompts(prompts):
-        answer = tokenizer.encode(row.references[0], special=False) if row.references else []
-        texts.append((*tokenizer.encode_prompt(row.request), *answer))
-    return texts
+    return texts_of(load_tokenizer(folder), load_prompts(prompts))
 
 
 def _short(value: object) -> str:

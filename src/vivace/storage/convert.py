@@ -17,20 +17,10 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.adapters import base_hash
-from vivace.checkpoint.families import family_of, translate
 from vivace.checkpoint.files import INDEX as SHARDS
-from vivace.checkpoint.files import Tensors, open_tensors, resolve, staged
-from vivace.checkpoint.load import (
-    assemble,
-    check,
-    check_has_no_encoder,
-    choose_device,
-    choose_dtype,
-    plan_of,
-    read_config,
-)
-from vivace.checkpoint.names import Target
-from vivace.checkpoint.quantized.settings import dense_config, dtype_of, is_quantized
+from vivace.checkpoint.files import resolve, staged
+from vivace.checkpoint.load import OpenCheckpoint, open_checkpoint, read_config
+from vivace.checkpoint.quantized.settings import dense_config, is_quantized
 from vivace.core.config import ModelConfig
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.kernels.choice import choose
@@ -102,21 +92,15 @@ def write_store(
     folder, target = resolve(model), Path(output).expanduser()
     if target.exists() and (target.resolve() == folder.resolve() or not (target.is_dir() and _is_free(target))):
         raise ConfigError(f"{target} holds something else than a store; name a folder that is not there yet")
-    raw = read_config(folder, ignored)
-    config = translate(raw)
-    check_has_no_encoder(config)
+    opened = open_checkpoint(folder, dtype, "cpu", ignored=ignored)
+    config, kind = opened.config, opened.dtype
     check_fits(config, check_layout(layout))
-    stored = open_tensors(folder)
-    family = family_of(raw)
-    plan = plan_of(family, config, stored.names)
-    check(plan, stored, family, config)
-    written = dtype_of(raw) or stored.tensor(plan["embedding"].pieces[0].name).dtype
-    kind = choose_dtype(dtype, written, choose_device("cpu"))
-    shapes = {name: each.shape for name, each in plan.items()}
+    shapes = {name: each.shape for name, each in opened.plan.items()}
     is_tiled = _is_tiled(kernels, layout, kind, fits=fits_tiles(config, shapes))
     _check_weights(weights, layout, kind, is_tiled=is_tiled)
     bundles = arrange(config, shapes, layout, kind.itemsize, is_tiled=is_tiled, weights=weights)
-    source = _Source(plan, stored, kind, _check_orders(orders, layout, config))
+    source = _Source(opened, _check_orders(orders, layout, config))
+    raw = read_config(folder, ignored)
     with staged(target) as staging:
         _copy_beside(folder, staging)
         if ignored or is_quantized(raw):
@@ -183,17 +167,15 @@ def _is_free(folder: Path) -> bool:
 class _Source:
     """The parameters of a checkpoint, read when they are needed."""
 
-    def __init__(
-        self, plan: dict[str, Target], stored: Tensors, dtype: torch.dtype, orders: Sequence[Tensor] | None
-    ) -> None:
-        self.plan = plan
-        self.stored = stored
-        self.dtype = dtype
+    def __init__(self, opened: OpenCheckpoint, orders: Sequence[Tensor] | None) -> None:
+        self.plan = opened.plan
+        self.dtype = opened.dtype
         self.orders = orders
+        self._opened = opened
 
     def read(self, name: str) -> Tensor:
         """Read a parameter by our name, with its neurons in the order of the store."""
-        values = assemble(self.plan[name], self.stored, self.dtype, torch.device("cpu"))
+        values = self._opened.read(name)
         if self.orders is None or ".feed_forward." not in name:
             return values
         order, site = self.orders[int(name.split(".")[1])], name.split(".feed_forward.")[1]
@@ -205,7 +187,7 @@ class _Source:
 
     def release(self) -> None:
         """Release the memory of what was read."""
-        self.stored.release()
+        self._opened.stored.release()
 
 
 def _write(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from vivace.checkpoint.layerwise import LayerwiseDecoder
+from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.errors import ConfigError
 from vivace.kernels.reference import any_order
+from vivace.prompts import Prompt
 from vivace.storage.neurons.ordering import load_orders
 from vivace.storage.neurons.predictors import (
     PredictorConfig,
@@ -19,6 +21,15 @@ from vivace.storage.neurons.predictors import (
 )
 from vivace.storage.neurons.thresholds import ThresholdReport, check_shares, find_thresholds, save_thresholds
 from vivace.storage.store import Layout, Store
+
+
+def texts_of(tokenizer: Tokenizer, rows: Iterable[Prompt]) -> list[tuple[int, ...]]:
+    """Return rows in tokens, each prompt followed by its first reference answer if it has one."""
+    texts = []
+    for row in rows:
+        answer = tokenizer.encode(row.references[0], special=False) if row.references else []
+        texts.append((*tokenizer.encode_prompt(row.request), *answer))
+    return texts
 
 
 def check_calibration(
