@@ -7,7 +7,8 @@ a recipe that learns from the model's own answers may be given (``--data``). Con
 answer between two of them the model's own; they and questions about documents are not among the rows to train on.
 
 ``run`` lets every method answer the prompts of a category in turns, greedily and at a temperature, and prints one table
-for each: the speed of decoding relative to plain decoding, with a bootstrap interval over prompts.
+for each: the speed of decoding relative to plain decoding, with a bootstrap interval over prompts. With ``--earlier``
+an engine of its own answers other prompts before, and ``auto`` remembers what it measured with them.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import random
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -138,6 +142,28 @@ class Drawing:
         return self.engine.generate(prompts, **{**options, **drawn})
 
 
+@contextmanager
+def with_a_run_behind(load: Callable[[bool], Engine], before: Callable[[Engine], None] | None) -> Iterator[Engine]:
+    """Give an engine whose ``auto`` remembers what another one measured, or nothing, and leave no trace of either.
+
+    Args:
+        load: loads the engine, given whether it remembers.
+        before: lets the first engine answer something; None is no earlier run.
+    """
+    known = os.environ.get("VIVACE_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["VIVACE_CACHE_DIR"] = folder
+        try:
+            if before is not None:
+                before(load(True))
+            yield load(before is not None)
+        finally:
+            if known is None:
+                del os.environ["VIVACE_CACHE_DIR"]
+            else:
+                os.environ["VIVACE_CACHE_DIR"] = known
+
+
 def answered(engine: Engine, rows: Sequence[Prompt], tokens: int) -> list[BenchmarkPrompt]:
     """Return the prompts with the model's own answers between the turns of conversations."""
     found = []
@@ -165,6 +191,15 @@ def measure(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -
         return [MethodSystem(name, one, asked.max_new_tokens) for name in asked.methods]
 
     return report_of(engine, rows, asked, systems)
+
+
+def answer_before(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -> None:
+    """Answer prompts of every category at every temperature with ``auto``, which keeps what it measures."""
+    prompts = answered(engine, rows, asked.max_new_tokens)
+    for temperature in asked.temperatures:
+        one = engine if temperature == 0 else Drawing(engine, temperature)
+        auto = MethodSystem("auto", one, asked.max_new_tokens)
+        run_benchmark([auto], prompts, batch_size=asked.batch, repeats=1, warm_up=0)
 
 
 def report_of(
@@ -235,6 +270,7 @@ def main() -> None:
     run.add_argument("model", type=Path)
     run.add_argument("prompts", type=Path)
     run.add_argument("--adapter", type=Path, action="append", default=[], help="draft weights, repeatable")
+    run.add_argument("--earlier", type=Path, metavar="PROMPTS", help="prompts of a run before, which auto remembers")
     run.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
     run.add_argument("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 0.7])
     run.add_argument("--limit", type=int, default=30, help="prompts of each category")
@@ -257,15 +293,21 @@ def main() -> None:
     kinds = {
         json.loads((folder / "config.json").read_text(encoding="utf-8"))["kind"]: folder for folder in asked.adapter
     }
-    engine = vivace.load(asked.model, adapters=kinds, kernels=asked.kernels, remember=False)
-    report = measure(engine, load_prompts(asked.prompts), asked)
+
+    def load(remember: bool) -> Engine:
+        return vivace.load(asked.model, adapters=kinds, kernels=asked.kernels, remember=remember)
+
+    earlier = None if asked.earlier is None else load_prompts(asked.earlier)
+    before = None if earlier is None else (lambda engine: answer_before(engine, earlier, asked))
+    with with_a_run_behind(load, before) as engine:
+        report = measure(engine, load_prompts(asked.prompts), asked)
     print(means(report))
     if asked.json is not None:
         plans = {
             kind: json.loads((folder / "config.json").read_text(encoding="utf-8")) for kind, folder in kinds.items()
         }
         written = {"provenance": origin, "kernels": engine.kernels.name, "threads": torch.get_num_threads()}
-        written |= {"tokens": asked.max_new_tokens}
+        written |= {"tokens": asked.max_new_tokens, "remembered": earlier is not None}
         written |= {"model": asked.model.name, "adapters": {kind: plan["plan"] for kind, plan in plans.items()}}
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps({**written, "report": report}, indent=1) + "\n", encoding="utf-8")

@@ -34,10 +34,9 @@ def regimes(folder: Path) -> str:
         distances = [_of_best(part) for part in cells]
         near, above = sum(d >= 0.95 for d in distances), sum(_gain(part, "auto") >= 0.97 for part in cells)
         busy = max((part["others_cpu_share"] or 0 for part in cells), default=0)
-        before = "it has a run behind it" if written.get("remembered") else "it has measured nothing before"
         parts.append(
             f"**{written['model']}**, up to {written['tokens']} tokens (`{path.stem}.json`), drawn with top-p "
-            f"{written['top_p']:g}; `auto`: {before}. {captions.machine(written['provenance'], written['kernels'], 0)}"
+            f"{written['top_p']:g}; {_auto(written)}. {captions.machine(written['provenance'], written['kernels'], 0)}"
             f"{captions.others({'others_cpu_share': busy})}. `auto` within 5 % of the best fixed method in {near} of "
             f"{len(cells)} cells, at least .97x of plain in {above}; lowest {min(distances):.2f} of the best."
         )
@@ -53,6 +52,10 @@ def regimes(folder: Path) -> str:
         ]
         parts.append(table(("regime", *names, "auto of best"), rows))
     return "\n\n".join(parts) or "No run is committed yet."
+
+
+def _auto(written: Mapping[str, Any]) -> str:
+    return f"`auto`: it has {'a run behind it' if written.get('remembered') else 'measured nothing before'}"
 
 
 def _regime(part: Mapping[str, Any]) -> str:
@@ -114,12 +117,13 @@ def _caption(written: Mapping[str, Any], found: Sequence[Mapping[str, Any]], nam
     different = sum(run["num_different"] for part in found for run in part["runs"])
     busy = max((part["others_cpu_share"] or 0 for part in found), default=0)
     texts = f" {different} texts differ from plain decoding's." if first["temperature"] == 0 else ""
+    auto = f" {_auto(written)}." if "auto" in _methods(found) else ""
     plans = "; ".join(f"{kind}: {_plan(plan)}" for kind, plan in written["adapters"].items())
     return (
         f"**{written['model']}**, {kind}, batch {first['batch']}, {prompts} prompts of each category, up to "
         f"{written['tokens']} tokens (`{name}.json`). "
         f"{captions.machine(written['provenance'], written['kernels'], written['threads'])}"
-        f"{captions.others({'others_cpu_share': busy})}. {plans}.{texts}"
+        f"{captions.others({'others_cpu_share': busy})}. {plans}.{auto}{texts}"
     )
 
 

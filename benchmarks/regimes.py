@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -27,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 import vivace
-from benchmarks.chat_drafts import Drawing, shown
+from benchmarks.chat_drafts import Drawing, shown, with_a_run_behind
 from vivace.engine import Engine
 from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
 from vivace.evaluate.others import watched_others
@@ -131,19 +129,18 @@ def main() -> None:
     torch.set_num_threads(asked.threads)
     origin = asdict(provenance(torch.device("cpu")))
     adapters = {} if asked.adapter is None else {"quantized": asked.adapter}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["VIVACE_CACHE_DIR"] = folder
-        remember = asked.earlier is not None
-        if remember:
-            before = vivace.load(asked.model, adapters=adapters, kernels=asked.kernels)
-            answer_before(before, load_prompts(asked.earlier), asked)
-            del before
-        engine = vivace.load(asked.model, adapters=adapters, kernels=asked.kernels, remember=remember)
+
+    def load(remember: bool) -> Engine:
+        return vivace.load(asked.model, adapters=adapters, kernels=asked.kernels, remember=remember)
+
+    earlier = None if asked.earlier is None else load_prompts(asked.earlier)
+    before = None if earlier is None else (lambda engine: answer_before(engine, earlier, asked))
+    with with_a_run_behind(load, before) as engine:
         report = measure(engine, load_prompts(asked.file), asked)
     if asked.json is not None:
         written = {"provenance": origin, "kernels": engine.kernels.name, "tokens": asked.tokens}
         written |= {"model": asked.model.name, "top_p": TOP_P, "repeats": asked.repeats}
-        written |= {"remembered": remember, "report": report}
+        written |= {"remembered": earlier is not None, "report": report}
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
 

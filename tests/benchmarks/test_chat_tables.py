@@ -36,6 +36,7 @@ def test_a_file_is_a_caption_and_two_tables(tmp_path: Path) -> None:
     assert "**m**, greedy, batch 1, 8 prompts of each category, up to 64 tokens (`greedy.json`)" in text
     assert "quantized: up to 3 guesses while sure of 0.3 from 16,384 tokens, q4" in text
     assert "2 texts differ from plain decoding's" in text
+    assert "`auto`" not in text
     assert "| code (40 tokens) | 100/s | 1.40x (1.00 to 2.00) |" in text
     assert "| **mean** |  | **1.50x** |" in text
     assert "| mean of whole answers |  | 1.40x |" in text
