@@ -25,12 +25,12 @@ import vivace
 from vivace.adapters.lora import recovery_of
 from vivace.checkpoint.files import resolve
 from vivace.checkpoint.gguf.header import read_header
-from vivace.checkpoint.load import load_config, load_decoder
+from vivace.checkpoint.load import load_config, load_decoder, open_checkpoint
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.evaluate.judging import JudgedSystem, judge, mean_accuracy
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.zeroshot import load_task
-from vivace.palette.compress import CompressConfig, compress, source_of
+from vivace.palette.compress import CompressConfig, compress
 from vivace.palette.statistics import distance
 from vivace.palette.texts import Texts, read_texts
 
@@ -126,8 +126,8 @@ def bits_of(folder: Path, worn_bytes: int = 0) -> dict[str, float]:
     """Return the bits a weight of a folder's files, for the matrices of the layers and for everything, with the bytes
     of an adapter counted in both.
     """
-    opened = source_of(folder)
-    table = opened.table
+    opened = open_checkpoint(folder)
+    table = opened.plan
 
     def bits(names: Sequence[str]) -> float:
         pieces = [piece.name for name in names for piece in table[name].pieces]

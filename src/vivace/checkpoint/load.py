@@ -83,6 +83,9 @@ class Shard:
 class OpenCheckpoint:
     """A checkpoint whose names and shapes were compared with its config.json, and of which nothing else was read."""
 
+    folder: Path
+    raw: Mapping[str, Any]
+    """Its ``config.json``."""
     config: ModelConfig
     stored: Tensors
     plan: Mapping[str, Target]
@@ -116,7 +119,7 @@ def open_checkpoint(
     check(plan, stored, family, config)
     place = choose_device(device)
     written = dtype_of(raw) or stored.tensor(plan["embedding"].pieces[0].name).dtype
-    return OpenCheckpoint(config, stored, plan, choose_dtype(dtype, written, place), place)
+    return OpenCheckpoint(folder, raw, config, stored, plan, choose_dtype(dtype, written, place), place)
 
 
 def load_decoder(

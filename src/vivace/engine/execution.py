@@ -83,7 +83,7 @@ class Opened(NamedTuple):
     """What reads the weights that stay on disk; None for a checkpoint."""
 
 
-def open_checkpoint(
+def load_checkpoint(
     folder: Path,
     execution: Execution,
     budget: MemoryBudget,
@@ -125,7 +125,7 @@ def open_checkpoint(
     return Opened(model, execution, None)
 
 
-def open_store(
+def load_store(
     folder: Path, execution: Execution, budget: MemoryBudget, *, kv: str, reader: str, beside_bytes: int
 ) -> Opened:
     """Open a store, whose weights are read while they are used as far as they do not fit.

@@ -17,7 +17,7 @@ from vivace.checkpoint.lora_config import by_kind
 from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer
 from vivace.decode.memory import MemoryBudget
 from vivace.engine.engine import Engine
-from vivace.engine.execution import Execution, check_reader, open_checkpoint, open_store
+from vivace.engine.execution import Execution, check_reader, load_checkpoint, load_store
 from vivace.engine.sources import choose_sources
 from vivace.errors import ConfigError, NotFoundError, UnsupportedError
 from vivace.methods.composition import DraftModelSource, Methods, adapters_by_method, read_draft_model
@@ -137,11 +137,11 @@ def load(
         refusals.check_screen(screened_head)
         refusals.check_ranks(ranks is not None)
         beside = 0 if memory is None else bytes_beside(folder, smaller, [*folders, *loras.values()])
-        opened = open_store(folder, execution, budget, kv=kv, reader=reader, beside_bytes=beside)
+        opened = load_store(folder, execution, budget, kv=kv, reader=reader, beside_bytes=beside)
     else:
         check_reader(reader, folder)
         how: dict[str, Any] = {"kv": kv, "screened_head": screened_head, "ranks": ranks, "sources": sources.name}
-        opened = open_checkpoint(folder, execution, budget, **how)
+        opened = load_checkpoint(folder, execution, budget, **how)
     model, execution = opened.model, opened.execution
     tokenizer = find_tokenizer(folder)
     second = _draft_model(smaller, tokenizer, budget, execution, is_asked=draft_model is not None)

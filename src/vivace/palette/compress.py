@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.families import family_of, translate
-from vivace.checkpoint.files import WEIGHTS, Tensors, open_tensors, staged, write_tensors
-from vivace.checkpoint.load import load_decoder, plan_of, read_config
+from vivace.checkpoint.files import WEIGHTS, Tensors, staged, write_tensors
+from vivace.checkpoint.load import OpenCheckpoint, load_decoder, open_checkpoint
 from vivace.checkpoint.names import Target
 from vivace.checkpoint.quantized.palette import CONFIG, WIDTHS, tensors_of
 from vivace.checkpoint.save import copy_text_files, forget_shards
@@ -139,11 +138,10 @@ def compress(
         raise ConfigError(f"{reason}; give --data FILE, prompts with references or plain text")
     if out.resolve() == source.resolve():
         raise ConfigError(f"{out} is the model itself; name another folder for what comes of it")
-    opened = source_of(source)
-    table = opened.table
+    opened = open_checkpoint(source)
     model = load_decoder(source, dtype="float32")
     parts = matrices(model)
-    check_shapes(table, parts)
+    check_shapes(opened.plan, parts)
     for part in parts.values():
         part.weight.data = part.weight.data.clone()  # it may be a view of the file
     found = Statistics() if texts is None else _statistics(model, config, texts, note)
@@ -163,33 +161,8 @@ def compress(
     return Compressed(written, chosen.bits, predicted, measured)
 
 
-@dataclass(frozen=True)
-class OpenedCheckpoint:
-    """A checkpoint to round."""
-
-    folder: Path
-    raw: Mapping[str, Any]
-    """Its ``config.json``."""
-    stored: Tensors
-    table: Mapping[str, Target]
-    """Which stored tensors our parameters are made of."""
-
-
-def source_of(folder: Path) -> OpenedCheckpoint:
-    """Open a checkpoint.
-
-    Raises:
-        CheckpointError: it is missing or broken.
-        UnsupportedError: its family is not read.
-    """
-    raw = read_config(folder)
-    family, shape = family_of(raw), translate(raw)
-    stored = open_tensors(folder)
-    return OpenedCheckpoint(folder, raw, stored, plan_of(family, shape, stored.names))
-
-
 def write_folder(
-    source: OpenedCheckpoint, out: Path, coded: Mapping[str, Coded], config: CompressConfig
+    source: OpenCheckpoint, out: Path, coded: Mapping[str, Coded], config: CompressConfig
 ) -> WrittenFolder:
     """Write matrices in few bits, and everything else as it is stored, all or nothing.
 
@@ -202,7 +175,7 @@ def write_folder(
     Raises:
         CheckpointError: the disk is full.
     """
-    table = source.table
+    table = source.plan
     ends = _ends(source) if config.rounds_ends else {}
     tensors = _tensors(source.stored, table, {**coded, **ends})
     with staged(out) as folder:
@@ -333,9 +306,9 @@ def rounded_layers(
         yield layer
 
 
-def _ends(source: OpenedCheckpoint) -> dict[str, Coded]:
+def _ends(source: OpenCheckpoint) -> dict[str, Coded]:
     """Return embedding and head in eight bits."""
-    pieces = {name: source.table[name].pieces[0] for name in ("embedding", "lm_head.weight") if name in source.table}
+    pieces = {name: source.plan[name].pieces[0] for name in ("embedding", "lm_head.weight") if name in source.plan}
     return {name: RowCodes.of(source.stored.tensor(piece.name)) for name, piece in pieces.items()}
 
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.files import resolve
-from vivace.checkpoint.load import load_decoder, palettes_of
+from vivace.checkpoint.load import load_decoder, open_checkpoint, palettes_of
 from vivace.core.model import Decoder
 from vivace.engine import load
 from vivace.errors import ConfigError, MismatchError
 from vivace.kernels.coded import Coded, PaletteCodes
 from vivace.kernels.palette import BITS
 from vivace.kernels.reference import any_order
-from vivace.palette.compress import CompressConfig, check_shapes, rounded_layers, source_of, write_folder
+from vivace.palette.compress import CompressConfig, check_shapes, rounded_layers, write_folder
 from vivace.palette.statistics import Statistics, distance, matrices
 from vivace.palette.texts import Texts
 from vivace.palette.training import ClusteringObjective, PaletteObjective, PalettePart, with_clusters, with_entries
@@ -93,9 +93,9 @@ class PaletteTraining(Trainable):
         self.settings = CompressConfig(
             recipe.bits, method="gptq", has_scales=recipe.has_scales, rounds_ends=recipe.rounds_ends
         )
-        self.source = source_of(engine.folder)
+        self.source = open_checkpoint(engine.folder)
         student = load_decoder(engine.folder, dtype="float32")
-        check_shapes(self.source.table, matrices(student))
+        check_shapes(self.source.plan, matrices(student))
         stored: dict[str, Tensor] = {}
         for name, part in matrices(student).items():
             stored[name] = part.weight.detach().clone()
@@ -128,7 +128,7 @@ class PaletteTraining(Trainable):
 
     def _read(self, student: Decoder, folder: Path) -> dict[str, PaletteCodes]:
         """Return the codes of a folder of palettes, and put its weights into the student."""
-        found = palettes_of(resolve(folder), self.source.table)
+        found = palettes_of(resolve(folder), self.source.plan)
         for name, part in matrices(student).items():
             codes = found.get(name)
             is_alike = codes is not None and (codes.bits, codes.scales is not None) == (

@@ -20,13 +20,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.families import family_of, translate
-from vivace.checkpoint.files import Tensors, open_tensors, resolve
+from vivace.checkpoint.files import Tensors, resolve
 from vivace.checkpoint.gguf.blocks import KINDS, Kind, find_kind
 from vivace.checkpoint.gguf.file import Entry, Value, write_gguf
 from vivace.checkpoint.gguf.names import gguf_names
 from vivace.checkpoint.gguf.tokenizer_keys import tokenizer_keys
-from vivace.checkpoint.load import check, plan_of, read_config
+from vivace.checkpoint.load import open_checkpoint, read_config
 from vivace.checkpoint.names import TensorPiece
 from vivace.core.config import ModelConfig, RopeConfig
 from vivace.core.rope import frequencies
@@ -69,14 +68,12 @@ def write_checkpoint(
         ConfigError: there is no such format.
         CheckpointError: the checkpoint is missing or broken, or the disk is full; ``out`` is left as it was.
     """
-    folder = resolve(source)
-    raw = read_config(folder, ignored)
-    if raw.get("model_type") != FAMILY:
-        raise UnsupportedError(f"only {FAMILY} checkpoints can be written as GGUF; this one is {raw.get('model_type')}")
-    config, stored = translate(raw), open_tensors(folder)
+    family = read_config(resolve(source), ignored).get("model_type")
+    if family != FAMILY:
+        raise UnsupportedError(f"only {FAMILY} checkpoints can be written as GGUF; this one is {family}")
+    opened = open_checkpoint(source, ignored=ignored)
+    folder, config, stored, plan = opened.folder, opened.config, opened.stored, opened.plan
     _require_plain(config)
-    plan = plan_of(family_of(raw), config, stored.names)
-    check(plan, stored, family_of(raw), config)
     chosen = find_kind(_stored_kind(stored, plan["embedding"].pieces[0]) if kind == "auto" else kind)
     words = tokenizer_keys(folder, config.vocab_size) if tokenizer else None
     keys = _model_keys(config, folder.name, chosen) | (words.keys if words else {"tokenizer.ggml.model": "none"})
