@@ -24,6 +24,7 @@ from typing import Any
 import vivace
 from benchmarks import captions
 from benchmarks.in_turn import learn_in_turn
+from benchmarks.result_files import tables_of, write_report
 from tools.blocks import table
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.decode.shallow import DraftPlan
@@ -195,11 +196,10 @@ def _tokens(record: Record) -> tuple[float, float]:
 
 def tables(folder: Path) -> str:
     """Return the tables of all files that ``measure`` wrote into a folder."""
-    return "\n\n".join(map(_table, sorted(folder.glob("*.json")))) or "No run is committed yet."
+    return tables_of(folder, _tables)
 
 
-def _table(path: Path) -> str:
-    written = json.loads(path.read_text(encoding="utf-8"))
+def _tables(written: Mapping[str, Any]) -> list[str]:
     parts = written["report"]
     columns = [f"{part['prompts']}: {what}" for part in parts for what in ("tokens a pass", "beside plain")]
     rows = []
@@ -216,7 +216,7 @@ def _table(path: Path) -> str:
         f"{captions.machine(written['provenance'], written['kernels'])}{captions.others({'others_cpu_share': busy})}. "
         f"{different} texts differ from plain decoding's."
     )
-    return f"{caption}\n\n{table(('drafts', *columns), rows)}"
+    return [caption, table(("drafts", *columns), rows)]
 
 
 def _cells(run: Mapping[str, Any]) -> tuple[str, str]:
@@ -250,9 +250,8 @@ def main() -> None:
         return
     report = measure(given)
     if given.json is not None:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(_table(given.json))
+        write_report(given.json, report)
+        print("\n\n".join(_tables(report)))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks import captions
+from benchmarks.result_files import tables_of
 from tools.blocks import table
 
 RATIOS = {
@@ -17,22 +19,22 @@ RATIOS = {
 
 def tables(folder: Path) -> str:
     """Return one table for each model that was measured."""
+    return tables_of(folder, _tables)
+
+
+def _tables(written: Mapping[str, Any]) -> list[str]:
     parts = []
-    for path in sorted(folder.glob("*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
-        for report in written["reports"]:
-            s, speeds = report["setting"], report["tokens_per_s"]
-            machine = captions.machine(written["provenance"], s["kernels"])
-            parts.append(
-                f"**{s['model']}**, weights {s['weights']}, `{s['method']}`, {s['count']} LoRAs of rank {s['rank']} on "
-                f"every matrix, {s['new_tokens']} tokens, {s['repeats']} repeats in turns; {report['num_different']} "
-                f"texts of the batch differ from those written one after another. {machine}{captions.others(s)}."
-            )
-            rows = [
-                (what, f"{speeds[key]:.0f}", f"{report['ratios'][name]:.2f}x") for name, (what, key) in RATIOS.items()
-            ]
-            if (theirs := report["peft_tokens_per_s"]) is not None:
-                ours = speeds["all with LoRAs"] / theirs
-                rows.append(("PEFT's mixed batch of these; ours beside it", f"{theirs:.0f}", f"{ours:.2f}x"))
-            parts.append(table(("", "tokens a second", "ratio"), rows))
-    return "\n\n".join(parts) or "No run is committed yet."
+    for report in written["reports"]:
+        s, speeds = report["setting"], report["tokens_per_s"]
+        machine = captions.machine(written["provenance"], s["kernels"])
+        parts.append(
+            f"**{s['model']}**, weights {s['weights']}, `{s['method']}`, {s['count']} LoRAs of rank {s['rank']} on "
+            f"every matrix, {s['new_tokens']} tokens, {s['repeats']} repeats in turns; {report['num_different']} "
+            f"texts of the batch differ from those written one after another. {machine}{captions.others(s)}."
+        )
+        rows = [(what, f"{speeds[key]:.0f}", f"{report['ratios'][name]:.2f}x") for name, (what, key) in RATIOS.items()]
+        if (theirs := report["peft_tokens_per_s"]) is not None:
+            ours = speeds["all with LoRAs"] / theirs
+            rows.append(("PEFT's mixed batch of these; ours beside it", f"{theirs:.0f}", f"{ours:.2f}x"))
+        parts.append(table(("", "tokens a second", "ratio"), rows))
+    return parts

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 import vivace
+from benchmarks.result_files import write_report
 from vivace.adapters.lora import table_of
 from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.load import load_decoder
@@ -187,8 +188,7 @@ def main() -> None:
             reports.append(measure(model, weights, asked))
             print(json.dumps(reports[-1], indent=1), flush=True)
     if asked.json is not None:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps({"provenance": origin, "reports": reports}, indent=1) + "\n", encoding="utf-8")
+        write_report(asked.json, {"provenance": origin, "reports": reports})
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import torch
 from transformers import NoRepeatNGramLogitsProcessor
 
 import vivace
+from benchmarks.result_files import write_report
 from vivace.answer import Answer
 from vivace.batch.run import answer_file
 from vivace.cli.prompting import read_prompts
@@ -36,7 +37,6 @@ from vivace.engine import Engine, Options
 from vivace.evaluate.beam_peers import TransformersBeams
 from vivace.evaluate.ctranslate2 import Search
 from vivace.evaluate.provenance import provenance
-from vivace.files import write_text
 
 GIB = (2, 4, 8)
 """Sizes of memory for which the largest batch is computed."""
@@ -220,8 +220,7 @@ def main() -> None:
         | {"num_prompts": len(texts), "kernels": setting.kernels, "model": setting.model},
         "rows": measure(rows, setting, given.repeats),
     }
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    write_text(given.json, json.dumps(report, indent=1) + "\n")
+    write_report(given.json, report)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from typing import Any
 
 import vivace
 from benchmarks import captions
+from benchmarks.result_files import write_report
 from tools.blocks import table
 from vivace.evaluate.overlap import bleu
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import score
-from vivace.files import write_text
 from vivace.prompts import load_prompts
 
 BEAMS = (1, 4)
@@ -79,8 +79,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
     report = measure(given.model, given.rows, given.max_new_tokens)
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    write_text(given.json, json.dumps(report, indent=1) + "\n")
+    write_report(given.json, report)
 
 
 if __name__ == "__main__":

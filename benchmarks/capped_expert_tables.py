@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks import captions
+from benchmarks.result_files import NO_RUN, read_named
 from tools.blocks import table
 from vivace.units import format_bytes
 
@@ -27,9 +27,8 @@ COLUMNS = (
 
 def tables_of(folder: Path) -> str:
     """Return the tables of all committed runs, those of the slowest device first."""
-    reports = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
-    reports.sort(key=lambda report: float(report["gb_per_s"]))
-    return "\n\n".join(map(tables, reports)) or "No run is committed yet."
+    reports = sorted((report for _, report in read_named(folder)), key=lambda report: float(report["gb_per_s"]))
+    return "\n\n".join(map(tables, reports)) or NO_RUN
 
 
 def tables(report: dict[str, Any]) -> str:

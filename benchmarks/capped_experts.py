@@ -38,6 +38,7 @@ from benchmarks.expert_policies import LeastRecent, OnDemand
 from benchmarks.expert_traces import Trace
 from benchmarks.experts import CAPACITY, Bench, MethodSystem
 from benchmarks.mixture_gguf import write_mixture
+from benchmarks.result_files import write_report
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.moe import Expert
 from vivace.decode.plain import NoDrafts
@@ -404,8 +405,7 @@ def main() -> None:
         simulate(rows, options, bench, facts)
         with_gains(rows, bench.experts.expert_bytes / (options.gb_per_s * 1e6))
         if options.json is not None:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_report(options.json, report)
 
     keep()  # the rows of an interrupted run may lack what is known now
     for name in options.rows:

@@ -28,6 +28,7 @@ from typing import Any, cast
 import torch
 
 import vivace
+from benchmarks.result_files import write_report
 from vivace.engine import Engine
 from vivace.evaluate.benchmark import BenchmarkPrompt, Run, System, run_benchmark, summarise
 from vivace.evaluate.others import watched_others
@@ -309,8 +310,7 @@ def main() -> None:
         written = {"provenance": origin, "kernels": engine.kernels.name, "threads": torch.get_num_threads()}
         written |= {"tokens": asked.max_new_tokens, "remembered": earlier is not None}
         written |= {"model": asked.model.name, "adapters": {kind: plan["plan"] for kind, plan in plans.items()}}
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps({**written, "report": report}, indent=1) + "\n", encoding="utf-8")
+        write_report(asked.json, {**written, "report": report})
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import captions
 from benchmarks.decode_tables import Result, interval
+from benchmarks.result_files import NO_RUN, read_named
 from tools.blocks import table
 
 BESIDE = ("system", "tokens/s", "beside plain", "first token", "whole answers", "tokens a pass", "weights", "texts")
@@ -17,25 +17,23 @@ BESIDE = ("system", "tokens/s", "beside plain", "first token", "whole answers", 
 def tables(folder: Path) -> str:
     """Return two tables for each file and temperature: speed by category, and how much of a draft is kept."""
     parts = []
-    for path in sorted(folder.glob("*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
+    for stem, written in read_named(folder):
         for temperature in dict.fromkeys(part["temperature"] for part in written["report"]):
             found = [part for part in written["report"] if part["temperature"] == temperature]
-            parts += [_caption(written, found, path.stem), _speeds(found), _tokens(found)]
-    return "\n\n".join(parts) or "No run is committed yet."
+            parts += [_caption(written, found, stem), _speeds(found), _tokens(found)]
+    return "\n\n".join(parts) or NO_RUN
 
 
 def regimes(folder: Path) -> str:
     """Return a table for each file of ``benchmarks.regimes``: every method, and ``auto`` beside the best of them."""
     parts = []
-    for path in sorted(folder.glob("*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
+    for stem, written in read_named(folder):
         cells = written["report"]
         distances = [_of_best(part) for part in cells]
         near, above = sum(d >= 0.95 for d in distances), sum(_gain(part, "auto") >= 0.97 for part in cells)
         busy = max((part["others_cpu_share"] or 0 for part in cells), default=0)
         parts.append(
-            f"**{written['model']}**, up to {written['tokens']} tokens (`{path.stem}.json`), drawn with top-p "
+            f"**{written['model']}**, up to {written['tokens']} tokens (`{stem}.json`), drawn with top-p "
             f"{written['top_p']:g}; {_auto(written)}. {captions.machine(written['provenance'], written['kernels'], 0)}"
             f"{captions.others({'others_cpu_share': busy})}. `auto` within 5 % of the best fixed method in {near} of "
             f"{len(cells)} cells, at least .97x of plain in {above}; lowest {min(distances):.2f} of the best."
@@ -51,7 +49,7 @@ def regimes(folder: Path) -> str:
             for part, distance in zip(cells, distances, strict=True)
         ]
         parts.append(table(("regime", *names, "auto of best"), rows))
-    return "\n\n".join(parts) or "No run is committed yet."
+    return "\n\n".join(parts) or NO_RUN
 
 
 def _auto(written: Mapping[str, Any]) -> str:
@@ -87,7 +85,7 @@ def beside_others(results: Sequence[Result]) -> str:
             f"{machine}{captions.others(s)}."
         )
         parts.append(table(BESIDE, [_beside(run, result.memory) for run in result.runs]))
-    return "\n\n".join(parts) or "No run is committed yet."
+    return "\n\n".join(parts) or NO_RUN
 
 
 def _beside(run: Mapping[str, Any], memory: Mapping[str, Any] | None) -> tuple[str, ...]:

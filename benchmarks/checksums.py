@@ -13,7 +13,6 @@ because the place of the memory changes the speed by more than the checksums do.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import flash_models
+from benchmarks.result_files import NO_RUN, read_named, write_report
 from vivace.core.model import Decoder
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
@@ -188,23 +188,21 @@ def run(folder: Path, out: Path, pairs: int, new_tokens: int) -> None:
         "summing_gb_per_s": summing_gb_per_s(),
         "kinds": found,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_report(out, result)
     print(table(result))
 
 
 def tables(folder: Path) -> str:
     """Return one table for each file, with what it was measured on."""
     parts = []
-    for path in sorted(folder.glob("*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
+    for stem, result in read_named(folder):
         p, pairs = result["provenance"], result["setting"]["pairs"]
         parts.append(
-            f"**{path.stem}**: {p['cpu']}, {p['num_threads']} thread(s), {pairs} pairs, one thread sums "
+            f"**{stem}**: {p['cpu']}, {p['num_threads']} thread(s), {pairs} pairs, one thread sums "
             f"{result['summing_gb_per_s']:.1f} GB/s in its cache, commit {p['commit'] or 'unknown'}."
         )
         parts.append(table(result))
-    return "\n\n".join(parts) or "No run is committed yet."
+    return "\n\n".join(parts) or NO_RUN
 
 
 def table(result: dict[str, Any]) -> str:

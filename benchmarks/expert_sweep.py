@@ -11,7 +11,6 @@ MB per expert, 16 us to read one, 40 us for the rest of a layer.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -21,6 +20,7 @@ from typing import Any
 from benchmarks.expert_policies import LeastRecent, OnDemand, Oracle
 from benchmarks.expert_simulator import Machine, simulate
 from benchmarks.expert_traces import Trace
+from benchmarks.result_files import write_report
 from vivace.storage.experts.policy import NextUse
 
 SHARES = (0.1, 0.25, 0.5, 0.75)
@@ -148,10 +148,9 @@ def main() -> None:
     rows = sweep(trace, options.experts, machine)
     traces = {rate: Trace.load(file) for rate, _, file in (each.partition("=") for each in options.rate)}
     rates = sweep_rates(traces, options.experts, machine)
-    options.out.mkdir(parents=True, exist_ok=True)
     settings = {k: v for k, v in vars(options).items() if not isinstance(v, Path) and k != "rate"}
     report = {"settings": settings, "recall": trace.recall(), "rows": rows, "rates": rates}
-    (options.out / "sweep.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(options.out / "sweep.json", report)
     draw(rows, rates, options.out / "experts.svg")
 
 

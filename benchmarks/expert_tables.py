@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import captions
+from benchmarks.result_files import NO_RUN, read_named
 from tools.blocks import table
 
 COLUMNS = (
@@ -20,7 +21,7 @@ def headline(path: Path) -> str:
     in it.
     """
     if not path.is_file():
-        return "No run is committed yet."
+        return NO_RUN
     report = json.loads(path.read_text(encoding="utf-8"))
     runs = [{row["policy"]: row for row in run["policies"]} for run in report["runs"]]
     shares = " and ".join(f"{run['share']:.0%}" for run in report["runs"])
@@ -49,12 +50,11 @@ def _of_oracle(runs: list[dict[str, dict[str, Any]]], policy: str) -> str:
 def tables(folder: Path) -> str:
     """Return one table for each file and share."""
     parts = []
-    for path in sorted(folder.glob("*.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
+    for stem, report in read_named(folder):
         settings, p = report["settings"], report["provenance"]
         machine = f"{p['cpu']}, {settings['threads']} thread(s), {captions.tree(p)}"
         parts.append(
-            f"**{path.stem}**: {report['num_experts']} experts of {report['expert_bytes'] / 1e6:.2f} MB, "
+            f"**{stem}**: {report['num_experts']} experts of {report['expert_bytes'] / 1e6:.2f} MB, "
             f"{_device(report)}, "
             f"{2 * settings['prompts'] - 1} answers of {settings['tokens']} tokens at most; "
             f"{'; '.join(f'{name}: {_seen(found)}' for name, found in report['foresight'].items())}; {machine}. "
@@ -62,7 +62,7 @@ def tables(folder: Path) -> str:
             f"those of decoded tokens, prompts left out.{_warning(report)}"
         )
         parts += [_of_share(run, report) for run in report["runs"]]
-    return "\n\n".join(parts) or "No run is committed yet."
+    return "\n\n".join(parts) or NO_RUN
 
 
 def _device(report: dict[str, Any]) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +30,7 @@ from benchmarks.expert_policies import LeastRecent, OnDemand, Oracle, Static
 from benchmarks.expert_simulator import Machine, simulate
 from benchmarks.expert_traces import RecordingPolicy, Trace
 from benchmarks.paced_device import PacedExperts
+from benchmarks.result_files import write_report
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
 from vivace.core.moe import Expert
@@ -420,7 +420,7 @@ def main() -> None:
         "runs": runs,
         "provenance": asdict(provenance(torch.device("cpu"))),
     }
-    (options.out / "experts.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(options.out / "experts.json", report)
 
 
 if __name__ == "__main__":

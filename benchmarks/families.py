@@ -11,7 +11,6 @@ meanwhile.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -23,6 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import vivace
+from benchmarks.result_files import write_report
 from vivace.core.cpu.span import NativeSpan
 from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
 from vivace.evaluate.others import watched_others
@@ -154,8 +154,7 @@ def main() -> None:
                 flush=True,
             )
     if asked.json is not None:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_report(asked.json, report)
 
 
 if __name__ == "__main__":

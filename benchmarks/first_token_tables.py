@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks import captions
+from benchmarks.result_files import tables_of
 from tools.blocks import table
 
 HEADINGS = ("prompt tokens", "prefill", "first token", "speed-up", "layer passes", "predicted")
@@ -13,24 +15,24 @@ HEADINGS = ("prompt tokens", "prefill", "first token", "speed-up", "layer passes
 
 def tables(folder: Path) -> str:
     """Return one table for each file."""
-    parts = []
-    for path in sorted(folder.glob("*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
-        setting = written["setting"]
-        rows = [
-            (
-                f"{row['num_tokens']:,}",
-                row["prefill"],
-                f"{row['first_token_s'] * 1e3:,.0f} ms",
-                f"{row['speedup']:.2f}x",
-                f"{row['measured_share']:.1%}",
-                f"{row['predicted_share']:.1%}",
-            )
-            for row in written["rows"]
-        ]
-        parts.append(
-            f"{captions.heading(written['provenance'], setting['kernels'])}{captions.others(setting)}; "
-            f"{setting['model']}, {setting['dtype']}, median of {setting['repeats']}, ways in turns."
+    return tables_of(folder, _tables)
+
+
+def _tables(written: Mapping[str, Any]) -> list[str]:
+    setting = written["setting"]
+    rows = [
+        (
+            f"{row['num_tokens']:,}",
+            row["prefill"],
+            f"{row['first_token_s'] * 1e3:,.0f} ms",
+            f"{row['speedup']:.2f}x",
+            f"{row['measured_share']:.1%}",
+            f"{row['predicted_share']:.1%}",
         )
-        parts.append(table(HEADINGS, rows))
-    return "\n\n".join(parts) or "No run is committed yet."
+        for row in written["rows"]
+    ]
+    caption = (
+        f"{captions.heading(written['provenance'], setting['kernels'])}{captions.others(setting)}; "
+        f"{setting['model']}, {setting['dtype']}, median of {setting['repeats']}, ways in turns."
+    )
+    return [caption, table(HEADINGS, rows)]

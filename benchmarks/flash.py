@@ -44,6 +44,7 @@ from torch import Tensor
 
 from benchmarks.flash_models import ApartReader, make, setting_of, trial
 from benchmarks.following import followed, written
+from benchmarks.result_files import write_report
 from vivace.checkpoint.load import put
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.core.model import Decoder
@@ -264,7 +265,7 @@ def run(folder: Path, names: Sequence[str], options: argparse.Namespace) -> None
         "rows": [asdict(row) for row in best.values()],
         "repeats": {name: [row.ms for row in each] for name, each in found.items()},
     }
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_report(options.out, result)
     print(f"device {limit:.2f} GB/s; model {store.num_bytes / 1e9:.2f} GB")
     print(table(list(best.values())))
 

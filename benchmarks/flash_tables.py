@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from benchmarks import captions
 from benchmarks.flash import Row, equal_ms, fastest_like, table
+from benchmarks.result_files import NO_RUN, read_named
 
 
 def tables(folder: Path) -> str:
     """Return one table for each file."""
     parts = []
-    for path in sorted(folder.glob("*.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
+    for stem, report in read_named(folder):
         p, model = report["provenance"], report["model"]
         times = max(len(each) for each in report["repeats"].values())
         parts.append(
-            f"**{path.stem}**: {model['bytes'] / 1e9:.2f} GB on disk, {model['share']:.0%} of it as memory, "
+            f"**{stem}**: {model['bytes'] / 1e9:.2f} GB on disk, {model['share']:.0%} of it as memory, "
             f"{model['new_tokens']} tokens, {times} run{'s' * (times > 1)} of each row; {p['cpu']}, "
             f"{report['threads'] or p['num_threads']} thread(s), a disk of {report['device_gb_per_s']:.2f} GB/s, "
             f"{captions.tree(p)}. Times are those of decoded tokens, the prompt left out."
         )
         rows = [Row(**row) for row in report["rows"]]
         parts += [_equal(rows), table(rows)]
-    return "\n\n".join(parts) or "No run is committed yet."
+    return "\n\n".join(parts) or NO_RUN
 
 
 def _equal(rows: list[Row]) -> str:

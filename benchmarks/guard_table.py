@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import captions
+from benchmarks.result_files import NO_RUN, read_named
 from tools.blocks import table
 
-NOTHING = "No run is committed yet."
 NAMES = {
     "as_text": "in the user's turn",
     "as_material": "as material",
@@ -31,7 +30,7 @@ def guards(folder: Path) -> str:
             parts += _attacks(found["model"], found["injections"])
         if "scope" in found:
             parts += _scope(found["model"], found["scope"])
-    return "\n\n".join(parts) or NOTHING
+    return "\n\n".join(parts) or NO_RUN
 
 
 def _overhead(model: str, found: Mapping[str, Any], machine: str) -> list[str]:
@@ -91,12 +90,11 @@ def swaps(folder: Path) -> str:
             for what, each in pairs.items()
         ]
         parts.append(table(("", "answers", "wrong or failed", "ms between tokens, p50 / p99", "of the budget"), rows))
-    return "\n\n".join(parts) or NOTHING
+    return "\n\n".join(parts) or NO_RUN
 
 
 def _read(folder: Path, key: str) -> Iterator[dict[str, Any]]:
     """Yield the result files of a folder that hold this."""
-    for path in sorted(folder.glob("*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
+    for _, written in read_named(folder):
         if key in written:
             yield written

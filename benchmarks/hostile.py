@@ -13,7 +13,6 @@ machines.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -31,6 +30,7 @@ from benchmarks.hostile_answers import known_answers
 from benchmarks.hostile_clients import Client, Target
 from benchmarks.hostile_watch import Memory, Metrics, get, health_probe, loop_lag, wait_idle
 from benchmarks.lateness import PROMISED_S
+from benchmarks.result_files import write_report
 from benchmarks.server_process import server_process
 from vivace.engine import Engine
 from vivace.evaluate.others import watched_others
@@ -216,8 +216,7 @@ def main() -> int:
     for bar in report["bars"]:
         print(f"{'met   ' if bar['is_met'] else 'MISSED'} {bar['name']}: {bar['found']}")
     if asked.json is not None:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps({"provenance": origin, **report}, indent=1) + "\n", encoding="utf-8")
+        write_report(asked.json, {"provenance": origin, **report})
     return 0 if all(bar["is_met"] for bar in report["bars"]) else 1
 
 

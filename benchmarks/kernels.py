@@ -15,7 +15,6 @@ weights, which take as long to read.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.peers import SHAPES
+from benchmarks.result_files import write_report
 from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.widen import widen
 from vivace.core.config import ModelConfig
@@ -74,7 +74,7 @@ def main() -> None:
             "threads": torch.get_num_threads(),
             **measure(options.models.split(","), options.weights.split(","), choice.body, options.repeats),
         }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_report(options.out, result)
     print_tables(result)
 
 

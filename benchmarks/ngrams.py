@@ -7,7 +7,6 @@ vocabulary of 50,265 tokens are copied before the clock starts.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import NoRepeatNGramLogitsProcessor
 
+from benchmarks.result_files import write_report
 from vivace.core.sampling import bar_repeats
 from vivace.evaluate.provenance import provenance
-from vivace.files import write_text
 
 ROWS, LENGTH, VOCAB, SIZE = 64, 500, 50265, 3
 REPEATS = 101
@@ -67,7 +66,7 @@ def main() -> None:
         "seconds": found,
         "ratio": ratio,
     }
-    write_text(given.json, json.dumps(report, indent=1) + "\n")
+    write_report(given.json, report)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from benchmarks.kernels import _random_llama
 from benchmarks.peers import SHAPES, model_folder
+from benchmarks.result_files import write_report
 from vivace.checkpoint.files import WEIGHTS, write_tensors
 from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.quantized.palette import CONFIG, tensors_of
@@ -78,8 +79,7 @@ def main() -> None:
         }
     where = asdict(provenance(torch.device("cpu")))
     result = {"provenance": where, "kernels": choice.name, "threads": torch.get_num_threads(), "models": found}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_report(options.out, result)
     print_table(result)
 
 

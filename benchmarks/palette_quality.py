@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import vivace
+from benchmarks.result_files import write_report
 from vivace.adapters.lora import recovery_of
 from vivace.checkpoint.files import resolve
 from vivace.checkpoint.gguf.header import read_header
@@ -86,8 +87,7 @@ def main() -> None:
     setting |= {"data": [path.name for path in options.data]}
     setting |= {"tasks": [path.name for path in options.tasks], "limit": options.limit}
     result = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "ways": rows}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_report(options.out, result)
 
 
 def rounded(source: Path, out: Path, config: CompressConfig, texts: Texts) -> dict[str, Any]:

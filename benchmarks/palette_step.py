@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import multiprocessing
 import statistics
 import time
@@ -27,6 +26,7 @@ from torch import nn
 
 from benchmarks.kernels import _random_llama
 from benchmarks.peers import SHAPES
+from benchmarks.result_files import write_report
 from vivace.core.model import Decoder
 from vivace.evaluate.memory import peak_memory
 from vivace.evaluate.provenance import provenance
@@ -72,8 +72,7 @@ def main() -> None:
     for name in ("peak_bytes", "seconds"):
         print(f"{name}: {found['clustered'][name] / found['plain'][name]:.2f}x")
     result = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "steps": found}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_report(options.out, result)
 
 
 def in_a_process(kind: str, shape: dict[str, int], setting: Mapping[str, Any]) -> dict[str, float]:

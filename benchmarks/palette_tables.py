@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import captions
+from benchmarks.result_files import NO_RUN, read_named
 from tools.blocks import table
 from vivace.units import format_bytes
 
-NOTHING = "No run is committed yet."
 BEFORE = "k-means, weighted"
 """The way whose losses others win back."""
 JUDGED_HEADS = ("choices right, stored", "perplexity, stored", "nats won back", "points won back")
@@ -20,13 +20,12 @@ JUDGED_HEADS = ("choices right, stored", "perplexity, stored", "nats won back", 
 def quality(folder: Path) -> str:
     """Return a table for each file of ``benchmarks.palette_quality``: bits beside divergence, loss and choices."""
     parts = []
-    for path in sorted(folder.glob("*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
+    for stem, written in read_named(folder):
         setting, ways = written["setting"], written["ways"]
         stored = next(iter(ways.values()))["stored_loss"]
         parts.append(
             f"**{setting['model']}**, rounded on {setting['tokens']:,} tokens of {', '.join(setting['data'])}, judged "
-            f"on an eighth as many held back; stored loss {stored:.4f} (`{path.stem}.json`). "
+            f"on an eighth as many held back; stored loss {stored:.4f} (`{stem}.json`). "
             f"{captions.machine(written['provenance'], written['provenance']['best_kernels'])}."
         )
         heads = ("way", "bits of a matrix", "bits of everything", "KL to stored", "loss beside stored")
@@ -36,7 +35,7 @@ def quality(folder: Path) -> str:
         parts.append(table((*heads, *(JUDGED_HEADS if is_judged else ())), rows))
         if is_judged:
             parts.append(_judged_on(ways))
-    return "\n\n".join(parts) or NOTHING
+    return "\n\n".join(parts) or NO_RUN
 
 
 def _row(name: str, way: Mapping[str, Any], stored: float) -> tuple[str, ...]:
@@ -95,7 +94,7 @@ def _judged_on(ways: Mapping[str, Any]) -> str:
 def memory(path: Path) -> str:
     """Return what clustering one matrix keeps for the way back, by mode, and how much less that is than autograd's."""
     if not path.is_file():
-        return NOTHING
+        return NO_RUN
     written = json.loads(path.read_text(encoding="utf-8"))
     setting, costs = written["setting"], written["costs"]
     height, width = setting["shape"]
@@ -129,8 +128,7 @@ def steps(folder: Path) -> str:
     ``benchmarks.palette_step``.
     """
     parts = []
-    for path in sorted(folder.glob("step-*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
+    for _, written in read_named(folder, "step-*.json"):
         setting, found = written["setting"], written["steps"]
         machine = captions.machine(written["provenance"], written["provenance"]["best_kernels"], setting["threads"])
         is_timed = setting["steps"] > 0
@@ -147,13 +145,13 @@ def steps(folder: Path) -> str:
             f"{setting['bits']} bits. {machine}."
         )
         parts.append(f"{caption}\n\n{table(('matrices', 'peak of the process', 'time'), rows)}")
-    return "\n\n".join(parts) or NOTHING
+    return "\n\n".join(parts) or NO_RUN
 
 
 def kernels(path: Path) -> str:
     """Return milliseconds of a pass by format and number of rows, and the factor from ``q4`` at as many rows."""
     if not path.is_file():
-        return NOTHING
+        return NO_RUN
     written = json.loads(path.read_text(encoding="utf-8"))
     machine = captions.machine(written["provenance"], written["kernels"], written["threads"])
     parts = [f"Passes of Llamas with drawn codes; milliseconds, and the factor from `q4`. {machine}."]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import captions
+from benchmarks.result_files import NO_RUN, read_named
 from tools.blocks import table
 
 WIRES = "wires"
@@ -45,7 +46,7 @@ def measured(folder: Path) -> str:
         f"{caption}. {note(cells)}\n\n{first_tokens(cells)}\n\n{choices(cells)}{decoding(cells)}"
         for caption, cells in parts.items()
     ]
-    return "\n\n".join(made) or "No run is committed yet."
+    return "\n\n".join(made) or NO_RUN
 
 
 def note(cells: Sequence[dict[str, Any]]) -> str:
@@ -143,8 +144,7 @@ def decoding(cells: Sequence[dict[str, Any]]) -> str:
 def wires(folder: Path) -> str:
     """Return perplexities of forms of sums, with bits of a number everything counted, and scores of task files."""
     made = []
-    for path in sorted(folder.glob(f"{WIRES}*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
+    for _, found in read_named(folder, f"{WIRES}*.json"):
         if "tasks" in found["setting"]:
             made.append(retained(found))
             continue
@@ -165,7 +165,7 @@ def wires(folder: Path) -> str:
             f"{caption}, {count:,} tokens in windows of {setting['window']}; ranks are threads of one process.\n\n"
             + table(("form", "ranks", "bits a number", "perplexity", "clipped"), rows)
         )
-    return "\n\n".join(made) or "No run is committed yet."
+    return "\n\n".join(made) or NO_RUN
 
 
 def retained(found: dict[str, Any]) -> str:
@@ -197,7 +197,7 @@ def simulated(folder: Path) -> str:
     """Return what the simulator says, beside what was measured and beside the paper."""
     paths = sorted(folder.glob("simulated*.json"))
     if not paths:
-        return "No run is committed yet."
+        return NO_RUN
     found = json.loads(paths[-1].read_text(encoding="utf-8"))
     compared = [
         (

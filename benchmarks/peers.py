@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 import vivace
+from benchmarks.result_files import write_report
 from vivace.checkpoint.widen import widen_checkpoint
 from vivace.engine import SHIPPED, Engine
 from vivace.evaluate.benchmark import BenchmarkPrompt, Record, System, Trial, run_benchmark, summarise
@@ -94,7 +95,7 @@ def main() -> None:
     for name in options.models.split(","):
         found = result["models"][name] = measure(name, options)
         print_model(name, found)
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_report(options.out, result)
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:

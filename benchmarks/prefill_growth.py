@@ -22,6 +22,7 @@ import vivace
 from benchmarks import captions
 from benchmarks.exit_plots import _axes, _plain_settings, _save
 from benchmarks.plots import COLOURS
+from benchmarks.result_files import NO_RUN, write_report
 from tools.blocks import table
 from vivace.engine import Engine
 from vivace.evaluate.long_prompts import Layout, _multidoc, _rows
@@ -67,7 +68,7 @@ def groups(found: Mapping[str, Any]) -> list[tuple[str, Sequence[float], int]]:
 def tables(path: Path) -> str:
     """Return the table of a run beside the paper's figure."""
     if not path.is_file():
-        return "No run is committed yet."
+        return NO_RUN
     written = json.loads(path.read_text(encoding="utf-8"))
     setting, found = written["setting"], groups(written["found"])
     rows = [(name, f"{line[0]:.0%}", f"{line[-1]:.0%}") for name, line, _ in found]
@@ -120,7 +121,7 @@ def main() -> None:
     }
     if asked.json is not None:
         written = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "found": found}
-        asked.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        write_report(asked.json, written)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import torch
 
 import vivace
 from benchmarks import captions
+from benchmarks.result_files import tables_of, write_report
 from tools.blocks import table
 from vivace.engine import Engine
 from vivace.evaluate.benchmark import BenchmarkPrompt
@@ -103,21 +104,20 @@ def measure(engine: Engine, folder: Path, lengths: Sequence[int], compared: int,
 
 def tables(folder: Path) -> str:
     """Return the tables of all committed runs."""
-    parts = []
-    for path in sorted(folder.glob("*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
-        found, setting = written["found"], written["setting"]
-        head = f"{captions.heading(written['provenance'], setting['kernels'])}{captions.others(setting)}"
-        parts.append(f"{head}; {setting['model']}, a prompt of {found['compared']:,} tokens, in turns.")
-        medians = {name: statistics.median(seconds) for name, seconds in found["times"].items()}
-        names = {"transformers": f"transformers, {found['dtype']}", "llama.cpp": "llama.cpp, bfloat16"}
-        rows = [
-            (names.get(name, name), f"{1e3 * value:,.0f} ms", f"{value / medians['vivace']:.2f}")
-            for name, value in medians.items()
-        ]
-        parts.append(table(("system", "first token", "beside vivace"), rows))
-        parts.append(_lengths(found))
-    return "\n\n".join(parts) or "No run is committed yet."
+    return tables_of(folder, _tables)
+
+
+def _tables(written: Mapping[str, Any]) -> list[str]:
+    found, setting = written["found"], written["setting"]
+    head = f"{captions.heading(written['provenance'], setting['kernels'])}{captions.others(setting)}"
+    caption = f"{head}; {setting['model']}, a prompt of {found['compared']:,} tokens, in turns."
+    medians = {name: statistics.median(seconds) for name, seconds in found["times"].items()}
+    names = {"transformers": f"transformers, {found['dtype']}", "llama.cpp": "llama.cpp, bfloat16"}
+    rows = [
+        (names.get(name, name), f"{1e3 * value:,.0f} ms", f"{value / medians['vivace']:.2f}")
+        for name, value in medians.items()
+    ]
+    return [caption, table(("system", "first token", "beside vivace"), rows), _lengths(found)]
 
 
 def _lengths(found: Mapping[str, Any]) -> str:
@@ -149,7 +149,7 @@ def main() -> None:
         setting = {"model": Path(asked.model).name, "kernels": engine.kernels.name}
         setting["others_cpu_share"] = others.cpu_share
         written = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "found": found}
-        asked.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        write_report(asked.json, written)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import captions
+from benchmarks.result_files import read_named, tables_of
 from tools.blocks import table
 from vivace.evaluate.bootstrap import paired_bootstrap, ratio_of_sums
 
@@ -75,26 +75,28 @@ def _is_timed(setting: Mapping[str, Any]) -> bool:
 
 def tables(folder: Path) -> str:
     """Return a table for each set of questions of each committed run."""
+    return tables_of(folder, _tables)
+
+
+def _tables(written: Mapping[str, Any]) -> list[str]:
     parts = []
-    for path in sorted(folder.glob("*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
-        setting, is_timed = written["setting"], _is_timed(written["setting"])
-        head = f"{captions.heading(written['provenance'], setting['kernels'])}{captions.others(setting)}"
-        for name, answers in written["answers"].items():
-            full = answers["full"]
-            if not full:
-                continue
-            tokens = statistics.mean(one["tokens"] for one in full)
-            about = ""
-            if setting.get("same_documents"):
-                lots = -(-len(full) // setting["sets"][name][2])
-                about = f" about {lots} lots of {setting['sets'][name][2]} documents"
-            parts.append(
-                f"{head}; {setting['model']}, half {setting['half']}; {name}: {len(full)} questions{about} of "
-                f"{tokens:,.0f} tokens on average."
-            )
-            parts.append(table(HEADINGS, rows_of(answers, is_timed=is_timed)))
-    return "\n\n".join(parts) or "No run is committed yet."
+    setting, is_timed = written["setting"], _is_timed(written["setting"])
+    head = f"{captions.heading(written['provenance'], setting['kernels'])}{captions.others(setting)}"
+    for name, answers in written["answers"].items():
+        full = answers["full"]
+        if not full:
+            continue
+        tokens = statistics.mean(one["tokens"] for one in full)
+        about = ""
+        if setting.get("same_documents"):
+            lots = -(-len(full) // setting["sets"][name][2])
+            about = f" about {lots} lots of {setting['sets'][name][2]} documents"
+        parts.append(
+            f"{head}; {setting['model']}, half {setting['half']}; {name}: {len(full)} questions{about} of "
+            f"{tokens:,.0f} tokens on average."
+        )
+        parts.append(table(HEADINGS, rows_of(answers, is_timed=is_timed)))
+    return parts
 
 
 def beside_paper(folder: Path, name: str) -> str:
@@ -106,8 +108,7 @@ def beside_paper(folder: Path, name: str) -> str:
         ("paper, Llama 2 7B", way, f"{score:.2f}", f"{score / PAPER[0][1]:.0%}", f"{sooner:.2f}x" if sooner else "")
         for way, score, sooner in PAPER
     ]
-    for path in sorted(folder.glob("*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
+    for _, written in read_named(folder):
         answers = written["answers"].get(name) or {"full": ()}
         full, is_timed = answers["full"], _is_timed(written["setting"])
         if not full or statistics.mean(one["contains"] for one in full) < LEAST:

@@ -14,7 +14,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks import captions
+from benchmarks.result_files import tables_of, write_report
 from benchmarks.server_process import server_process
 from tools.blocks import table
 from vivace.evaluate.provenance import provenance
@@ -126,24 +127,24 @@ def measure(url: str, prompt: Sequence[int], repeats: int) -> dict[str, Any]:
 
 def tables(folder: Path) -> str:
     """Return a row for each budget and way of reading, of all committed runs."""
-    parts = []
-    for path in sorted(folder.glob("*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
-        origin, setting, rows = written["provenance"], written["setting"], []
-        for budget, found in written["found"].items():
-            for name, own in found.items():
-                ratio = f"{own['p99_ratio']:.1f}x" if "p99_ratio" in own else ""
-                figures = [f"{1e3 * own[key]:.0f} ms" for key in ("median_s", "p99_s", "longest_s")]
-                answered = f"{own['answered_s']:.1f} s" if "answered_s" in own else ""
-                same = "" if "same_ids" not in own else "yes" if own["same_ids"] else "no"
-                rows.append((budget, name, *figures, ratio, answered, same))
-        parts.append(
-            f"{captions.heading(origin, origin['best_kernels'])}; {setting['model']}, a prompt of "
-            f"{setting['tokens']:,} tokens beside {setting['streams']} streams."
-        )
-        heads = ("budget", "prompt", "between tokens", "99 %", "longest", "beside none", "answered", "ids as alone")
-        parts.append(table(heads, rows))
-    return "\n\n".join(parts) or "No run is committed yet."
+    return tables_of(folder, _tables)
+
+
+def _tables(written: Mapping[str, Any]) -> list[str]:
+    origin, setting, rows = written["provenance"], written["setting"], []
+    for budget, found in written["found"].items():
+        for name, own in found.items():
+            ratio = f"{own['p99_ratio']:.1f}x" if "p99_ratio" in own else ""
+            figures = [f"{1e3 * own[key]:.0f} ms" for key in ("median_s", "p99_s", "longest_s")]
+            answered = f"{own['answered_s']:.1f} s" if "answered_s" in own else ""
+            same = "" if "same_ids" not in own else "yes" if own["same_ids"] else "no"
+            rows.append((budget, name, *figures, ratio, answered, same))
+    caption = (
+        f"{captions.heading(origin, origin['best_kernels'])}; {setting['model']}, a prompt of "
+        f"{setting['tokens']:,} tokens beside {setting['streams']} streams."
+    )
+    heads = ("budget", "prompt", "between tokens", "99 %", "longest", "beside none", "answered", "ids as alone")
+    return [caption, table(heads, rows)]
 
 
 def main() -> None:
@@ -168,8 +169,7 @@ def main() -> None:
     if asked.json is not None:
         setting = {"model": Path(asked.model).name, "tokens": asked.tokens, "streams": STREAMS}
         written = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "found": found}
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        write_report(asked.json, written)
 
 
 if __name__ == "__main__":

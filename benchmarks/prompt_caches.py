@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 
 import vivace
 from benchmarks import captions
+from benchmarks.result_files import tables_of, write_report
 from tools.blocks import table
 from vivace.decode.session import Session
 from vivace.engine import Engine, Options
@@ -96,29 +98,29 @@ def measure(model: str, length: int, repeats: int) -> dict[str, Any]:
 
 def tables(folder: Path) -> str:
     """Return the table of all committed runs."""
-    parts = []
-    for path in sorted(folder.glob("*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
-        setting, rows = written["setting"], []
-        for report in written["reports"]:
-            one = report["readings"]["from disk"][0]
-            rows.append(
-                (
-                    f"{report['length']:,}",
-                    f"{report['first_token_s']['empty'] * 1e3:,.0f} ms",
-                    f"{report['first_token_s']['from disk'] * 1e3:,.0f} ms",
-                    f"{report['share']:.1%}",
-                    f"{one['bytes'] / 1e6:.0f} MB",
-                    "equal" if report["is_equal"] else "**different**",
-                )
+    return tables_of(folder, _tables)
+
+
+def _tables(written: Mapping[str, Any]) -> list[str]:
+    setting, rows = written["setting"], []
+    for report in written["reports"]:
+        one = report["readings"]["from disk"][0]
+        rows.append(
+            (
+                f"{report['length']:,}",
+                f"{report['first_token_s']['empty'] * 1e3:,.0f} ms",
+                f"{report['first_token_s']['from disk'] * 1e3:,.0f} ms",
+                f"{report['share']:.1%}",
+                f"{one['bytes'] / 1e6:.0f} MB",
+                "equal" if report["is_equal"] else "**different**",
             )
-        parts.append(
-            f"{captions.heading(written['provenance'], setting['kernels'])}{captions.others(setting)}; "
-            f"{setting['model']}, median of {setting['repeats']} processes each, files in the page cache."
         )
-        headings = ("prompt tokens", "first token, read", "from disk", "share", "folder", "entries and first token")
-        parts.append(table(headings, rows))
-    return "\n\n".join(parts) or "No run is committed yet."
+    caption = (
+        f"{captions.heading(written['provenance'], setting['kernels'])}{captions.others(setting)}; "
+        f"{setting['model']}, median of {setting['repeats']} processes each, files in the page cache."
+    )
+    headings = ("prompt tokens", "first token, read", "from disk", "share", "folder", "entries and first token")
+    return [caption, table(headings, rows)]
 
 
 def main() -> None:
@@ -144,9 +146,8 @@ def main() -> None:
         "others_cpu_share": others.cpu_share,
     }
     if asked.json is not None:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
         written = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "reports": reports}
-        asked.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        write_report(asked.json, written)
 
 
 if __name__ == "__main__":

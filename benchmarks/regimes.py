@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -26,6 +25,7 @@ import torch
 
 import vivace
 from benchmarks.chat_drafts import Drawing, shown, with_a_run_behind
+from benchmarks.result_files import write_report
 from vivace.engine import Engine
 from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
 from vivace.evaluate.others import watched_others
@@ -141,8 +141,7 @@ def main() -> None:
         written = {"provenance": origin, "kernels": engine.kernels.name, "tokens": asked.tokens}
         written |= {"model": asked.model.name, "top_p": TOP_P, "repeats": asked.repeats}
         written |= {"remembered": earlier is not None, "report": report}
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        write_report(asked.json, written)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import vivace
 from benchmarks import captions
 from benchmarks.chat_drafts import answered, means, report_of
 from benchmarks.in_turn import learn_in_turn
+from benchmarks.result_files import NO_RUN, read_named
 from tools.blocks import table
 from vivace.decode.shallow import DraftPlan
 from vivace.engine import Engine
@@ -238,8 +239,7 @@ def _counted(answers: Path) -> dict[str, int]:
 def tables(folder: Path) -> str:
     """Return a table for each file that ``measure`` wrote: a row for each system, a column for each category."""
     parts = []
-    for path in sorted(folder.glob("*.json")):
-        written = json.loads(path.read_text(encoding="utf-8"))
+    for stem, written in read_named(folder):
         found = written["report"]
         names = [part["category"] for part in found]
         rows = [_row(at, written) for at in range(len(found[0]["runs"]))]
@@ -258,7 +258,7 @@ def tables(folder: Path) -> str:
         parts.append(
             f"**{written['model']}**, greedy, batch 1, {found[0]['num_prompts']} prompts of each category, up to "
             f"{written['tokens']} tokens; trained for {minutes:.1f} minutes of a processor each on {text}; `quantized` "
-            f"rounded {rounding} (`{path.stem}.json`). "
+            f"rounded {rounding} (`{stem}.json`). "
             f"{captions.machine(written['provenance'], written['kernels'], written['threads'])}"
             + captions.others({"others_cpu_share": busy})
             + f". {different} texts differ from plain decoding's."
@@ -266,7 +266,7 @@ def tables(folder: Path) -> str:
         parts.append(table(("system", "learnt from", "drafts", *names, "mean", "tokens a pass"), rows))
         parts.append("How often the untrained head names the model's token after so many of its layers:")
         parts.append(table(tuple(written["exits"]), [tuple(f"{share:.2f}" for share in written["exits"].values())]))
-    return "\n\n".join(parts) or "No run is committed yet."
+    return "\n\n".join(parts) or NO_RUN
 
 
 def _row(at: int, written: Mapping[str, Any]) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import vivace
+from benchmarks.result_files import write_report
 from vivace.engine import Engine
 from vivace.evaluate.others import watched_others
 from vivace.evaluate.provenance import provenance
@@ -138,8 +139,7 @@ def main() -> None:
         reports.append(measure(path, asked.weights.split(","), **how))
         print(json.dumps(reports[-1], indent=1), flush=True)
     if asked.json is not None:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps({"provenance": origin, "reports": reports}, indent=1) + "\n", encoding="utf-8")
+        write_report(asked.json, {"provenance": origin, "reports": reports})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ too. A round only begins if it is likely to end within ``--minutes``.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -36,6 +35,7 @@ import httpx2
 import torch
 from openai import OpenAI
 
+from benchmarks.result_files import write_report
 from vivace.engine import SHIPPED
 from vivace.evaluate.provenance import provenance
 from vivace.prompts import PACKAGED, load_prompts, packaged_prompts
@@ -116,7 +116,7 @@ def main() -> None:
         "table": table,
         "runs": [asdict(run) for run in runs],
     }
-    asked.out.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    write_report(asked.out, made)
 
 
 def _arguments() -> argparse.Namespace:

@@ -10,13 +10,13 @@ there is no ratio.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import vivace
+from benchmarks.result_files import write_report
 from benchmarks.rivals import Named
 from benchmarks.tradeoff_measures import Judgement, judge_texts
 from vivace.cli.prompting import questions_of, read_prompts
@@ -96,7 +96,7 @@ def main() -> None:
             flush=True,
         )
     if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_report(given.json, found)
 
 
 if __name__ == "__main__":

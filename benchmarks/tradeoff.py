@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import captions, exit_plots
+from benchmarks.result_files import NO_RUN, read_named
 from benchmarks.rivals import ADAPTERS, WHOLE, Named
 from benchmarks.rivals_table import ROUTERS
 from benchmarks.tradeoff_measures import Guessing, Point, Reading, costs, envelope, judge_texts, point
@@ -209,11 +210,10 @@ def tables(folder: Path) -> str:
         ValueError: the speeds of a report are of another processor than its answers.
     """
     parts = []
-    for path in sorted(folder.glob("*.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
+    for stem, report in read_named(folder):
         p = report.get("timed", report["provenance"])
         if p["cpu"] != report["provenance"]["cpu"]:
-            raise ValueError(f"{path.name}: answers of {report['provenance']['cpu']} beside speeds of {p['cpu']}")
+            raise ValueError(f"{stem}.json: answers of {report['provenance']['cpu']} beside speeds of {p['cpu']}")
         timed = f", speeds from {report['num_timed']} of them" if "num_timed" in report else ""
         parts.append(
             f"**{report['model']}, {report['prompts']}**: {report['num_prompts']:,} prompts{timed}, greedy, batch 1, "
@@ -223,7 +223,7 @@ def tables(folder: Path) -> str:
             "quality and bytes read."
         )
         parts.append(table(report))
-    return "\n\n".join(parts) or "No run is committed yet."
+    return "\n\n".join(parts) or NO_RUN
 
 
 def with_speeds(report: Mapping[str, Any], timed: Mapping[str, Any]) -> dict[str, Any]:

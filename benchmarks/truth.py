@@ -14,7 +14,6 @@ which begin without context. The first token of a piece is not counted.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import vivace
+from benchmarks.result_files import write_report
 from vivace.cli.prompting import read_prompts
 from vivace.evaluate.provenance import provenance
 
@@ -63,7 +63,7 @@ def main() -> None:
     found = compare(**{name: value for name, value in vars(parser.parse_args()).items() if name != "out"})
     print_findings(found)
     if out := parser.parse_args().out:
-        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_report(out, found)
 
 
 @torch.inference_mode()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from benchmarks import captions
+from benchmarks.result_files import NO_RUN, read_named
 from tools.blocks import table
 
 HEADINGS = (
@@ -23,12 +23,11 @@ HEADINGS = (
 def tables(folder: Path) -> str:
     """Return one table for each machine and commit."""
     parts: dict[str, list[tuple[str, ...]]] = {}
-    for path in sorted(folder.glob("*.json")):
-        found = json.loads(path.read_text(encoding="utf-8"))
+    for _, found in read_named(folder):
         caption = captions.heading(found["provenance"], found["kernels"])
         parts.setdefault(caption, []).append(row(found))
     made = [f"{caption}.\n\n{table(HEADINGS, rows)}" for caption, rows in parts.items()]
-    return "\n\n".join(made) or "No run is committed yet."
+    return "\n\n".join(made) or NO_RUN
 
 
 def row(found: dict[str, Any]) -> tuple[str, ...]:

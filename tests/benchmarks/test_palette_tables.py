@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 from benchmarks import palette_tables
+from benchmarks.result_files import NO_RUN
 
 MACHINE = {"cpu": "a processor", "best_kernels": "avx512", "commit": "abc", "num_threads": 2}
 
 
 def test_bits_stand_beside_what_is_lost(tmp_path: Path) -> None:
-    assert palette_tables.quality(tmp_path) == palette_tables.NOTHING
+    assert palette_tables.quality(tmp_path) == NO_RUN
     way = {"folder": "rtn", "matrix_bits": 3.25, "all_bits": 3.6, "predicted": None, "kl": 0.08, "loss": 1.5}
     right = {"accuracy": 0.6, "perplexity": 9.0, "task": "piqa", "num_rows": 200}
     text = {"accuracy": None, "perplexity": 21.0, "task": "wiki", "num_rows": 20}
@@ -48,7 +49,7 @@ def test_what_is_won_back_stands_beside_what_was_lost(tmp_path: Path) -> None:
 
 def test_passes_stand_beside_those_of_q4(tmp_path: Path) -> None:
     path = tmp_path / "palettes.json"
-    assert palette_tables.kernels(path) == palette_tables.NOTHING
+    assert palette_tables.kernels(path) == NO_RUN
     formats = {
         "q4": {"weight_bytes": 65e6, "seconds": {"1": 0.010, "8": 0.020}},
         "lut3": {"weight_bytes": 53e6, "seconds": {"1": 0.008, "8": 0.030}},
@@ -60,7 +61,7 @@ def test_passes_stand_beside_those_of_q4(tmp_path: Path) -> None:
 
 def test_a_clustered_step_stands_beside_a_plain_one(tmp_path: Path) -> None:
     """Peaks and seconds have factors; a single step, which allocates as well, has no time."""
-    assert palette_tables.steps(tmp_path) == palette_tables.NOTHING
+    assert palette_tables.steps(tmp_path) == NO_RUN
     setting = {"model": "100M", "tokens": 512, "bits": 3, "steps": 1, "layers": 12, "threads": 1}
     found = {"plain": {"peak_bytes": 2 << 30, "seconds": 10.0}, "clustered": {"peak_bytes": 3 << 30, "seconds": 14.0}}
     path = tmp_path / "step-100M.json"
