@@ -32,6 +32,15 @@ def pytest_configure(config: pytest.Config) -> None:
             compile_library()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark cases as slow where their test says so, given their parameters (``@pytest.mark.slow_where``)."""
+    for item in items:
+        for mark in item.iter_markers("slow_where"):
+            if mark.args[0](**item.callspec.params):  # type: ignore[attr-defined]
+                item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def short_timings() -> Iterator[None]:
     """What was trained is timed on two prompts and a few tokens; how fast it is, is nobody's concern here."""

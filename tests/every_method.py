@@ -45,6 +45,8 @@ from vivace.storage.experts.foresight.weights import Foresight
 LAYERS = 6
 OF_MIXTURES = ("foresight",)
 """Methods that need a mixture of experts."""
+QUICK = ("plain", "multirate", "multistream", "eagle")
+"""Methods whose drafts are made in different ways, and which are enough where all of them take long."""
 
 _STREAMS = MultistreamConfig(streams=3, insertion_layer=3, rank=4, bottleneck=8, feedback=True)
 _GATES = DynamicConfig(GatesConfig((GateConfig(2), GateConfig(4)), rank=2, bottleneck=4), RouterConfig(latent=4))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import vivace
-from tests.every_method import make_model
+from tests.every_method import QUICK, make_model
 from tests.serve.conftest import local
 from vivace.conversation import Conversation
 from vivace.engine import SHIPPED, Engine
@@ -37,6 +37,7 @@ def opened(folder: Path, method: str, **how: Any) -> Engine:
     return engine
 
 
+@pytest.mark.slow_where(lambda method, settings: settings is SAMPLED and method not in QUICK)
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.lossless and name != "auto"])
 def test_a_turn_reads_its_own_tokens(native: None, folder: Path, method: str, settings: dict[str, Any]) -> None:

@@ -62,6 +62,7 @@ def drafter(model: Decoder, plan: DraftPlan, *, first: bool = False, gate: int =
     return ShallowDrafter(model, HeadAtGate(gate), plan, name="early", first=lookup)
 
 
+@pytest.mark.slow_where(lambda dtype, first, **_: first and dtype == torch.float32)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("first", [False, True], ids=["alone", "after lookup"])
 def test_greedy_output_is_plain_decodings(

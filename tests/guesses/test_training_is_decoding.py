@@ -120,7 +120,13 @@ ROUNDED = {"relative": 0.06, "logit": 0.1}
 """bfloat16 through six layers leaves rows .01 to .05 away, and logits, which spread by 1.5, up to .05 short."""
 
 
+def is_a_variant(name: str) -> bool:
+    """Whether a drafter is another one of the same method: a tree beside a chain, or settings of their own."""
+    return " " in name and not name.endswith(" chain")
+
+
 @torch.no_grad()
+@pytest.mark.slow_where(lambda name, slots: slots == 1 and is_a_variant(name))
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("name", METHODS)
 def test_on_pytorch(ears: Ears, name: str, slots: int) -> None:
@@ -137,6 +143,7 @@ def test_on_pytorch(ears: Ears, name: str, slots: int) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.slow_where(lambda name, kept: is_a_variant(name))
 @pytest.mark.parametrize("kept", [16, 26], ids=["begun", "repeated"])
 @pytest.mark.parametrize("name", METHODS)
 def test_behind_a_cached_prefix(ears: Ears, name: str, kept: int) -> None:

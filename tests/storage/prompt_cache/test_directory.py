@@ -139,6 +139,8 @@ def test_a_writer_that_is_killed_leaves_a_folder_that_works(
         process = fork.Process(target=write_many, args=(folder, 1000 * turn, 10**6))
         processes.append(process)
         process.start()
+        while not folder.exists():  # on a busy machine the first writer takes long to begin
+            time.sleep(0.01)
         time.sleep(0.05 + 0.013 * turn)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
