@@ -15,12 +15,13 @@ import json
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from benchmarks.parallel_tables import cells_of
+from vivace.parallel import prediction
 from vivace.parallel.partition import Costs, balanced, even
 from vivace.parallel.prediction import ShareWork, punctual, sent_of_sum, staged_s
 from vivace.parallel.runahead import CHOSEN
@@ -92,16 +93,10 @@ def sequence_s(counts: Sequence[int], machine: Machine, late: Callable[[], float
 
 def tensor_s(length: int, num_ranks: int, machine: Machine, late: Callable[[], float]) -> float:
     """Return the time with heads and columns divided and two sums in each layer, at which the later rank is awaited."""
-    costs, works, total = machine.costs, machine.parts(num_ranks), 0.0
-    project, feed, attention = costs.project_s * length, costs.feed_s * length, costs.attention_s(length, 0)
-    attending = max(work.project * project + work.attend * attention + work.output * feed for work in works)
-    feeding = max(work.ffn * feed for work in works)
-    sending = -(-length // GRID) * costs.latency_s + sent_of_sum(num_ranks) * costs.row_bytes_s * length
-    if costs.sum_s:  # as it was measured, for as many rows as these ranks send
-        sending = costs.sum_s * length * sent_of_sum(num_ranks) / sent_of_sum(machine.num_ranks)
-    for _ in range(costs.num_layers):
-        total += attending + feeding + sum(sending * late() for _ in range(2))
-    return total
+    costs = machine.costs  # a sum is as it was measured, for as many rows as these ranks send
+    share = sent_of_sum(num_ranks) / sent_of_sum(machine.num_ranks)
+    costs = replace(costs, sum_s=costs.sum_s * share)
+    return prediction.tensor_s(length, costs, machine.parts(num_ranks), late=late)
 
 
 def alone_s(length: int, machine: Machine) -> float:

@@ -50,25 +50,34 @@ def share_work(config: ModelConfig, num_ranks: int) -> tuple[ShareWork, ...]:
     return tuple(found)
 
 
-def tensor_s(length: int, costs: Costs, works: Sequence[ShareWork]) -> float:
-    """Return how long a prompt takes where all ranks meet after attention and after the feed-forward of every layer."""
+def punctual() -> float:
+    """Return the factor of a transfer that takes as long as its bytes say."""
+    return 1.0
+
+
+def tensor_s(length: int, costs: Costs, works: Sequence[ShareWork], *, late: Callable[[], float] = punctual) -> float:
+    """Return how long a prompt takes where all ranks meet after attention and after the feed-forward of every layer.
+
+    Args:
+        length: of the prompt.
+        costs: of each rank; ``sum_s`` is what a sum of as many ranks as there are takes.
+        works: what each rank does of a layer.
+        late: gives by which factor the next sum takes longer than its bytes say.
+    """
     project, feed = costs.project_s * length, costs.feed_s * length
     attention = costs.attention_s(length, 0)
     attending = max(work.project * project + work.attend * attention + work.output * feed for work in works)
     feeding = max(work.ffn * feed for work in works)
     num_passes = -(-length // PORTION)
-    one_sum = num_passes * costs.latency_s + sent_of_sum(len(works)) * costs.row_bytes_s * length
-    return costs.num_layers * (attending + feeding + 2 * (costs.sum_s * length or one_sum))
+    by_bytes = num_passes * costs.latency_s + sent_of_sum(len(works)) * costs.row_bytes_s * length
+    one_sum = costs.sum_s * length or by_bytes
+    num_layers = costs.num_layers
+    return num_layers * (attending + feeding) + one_sum * sum(late() for _ in range(2 * num_layers))
 
 
 def sent_of_sum(num_ranks: int) -> float:
     """Return how many rows a rank sends to all others together for the sum of one row of a prompt."""
     return 1.0 if num_ranks == 2 else 2 * (num_ranks - 1) / num_ranks
-
-
-def punctual() -> float:
-    """Return the factor of a transfer that takes as long as its bytes say."""
-    return 1.0
 
 
 def staged_s(
