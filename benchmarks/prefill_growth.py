@@ -25,7 +25,7 @@ from benchmarks.plots import COLOURS
 from benchmarks.result_files import NO_RUN, write_report
 from tools.blocks import table
 from vivace.engine import Engine
-from vivace.evaluate.long_prompts import Layout, _multidoc, _rows
+from vivace.evaluate.long_prompts import LONG_TASKS, Layout, read_rows
 from vivace.evaluate.provenance import provenance
 
 STEPS = 32
@@ -38,10 +38,10 @@ def measure(engine: Engine, source: Path, documents: int, count: int, keep: str)
     """Return by pruning point the mean share of prompt tokens that are computed behind it after each step."""
     from random import Random
 
-    rows, draws, layout = _rows(source)[1::2], Random(7), Layout(documents=documents)
+    rows, draws, layout = read_rows(source)[1::2], Random(7), Layout(documents=documents)
     shares: dict[int, list[list[float]]] = {}
     for number in range(count):
-        prompt = engine.tokenizer.encode_prompt(_multidoc(rows, number, layout, draws).request, raw=False)
+        prompt = engine.tokenizer.encode_prompt(LONG_TASKS["multidoc"](rows, number, layout, draws).request, raw=False)
         options: dict[str, Any] = {"method": "plain", "do_sample": False, "ignore_eos": True, "max_new_tokens": STEPS}
         way = {"prefill": "lazy", "keep": keep, "decode_keep": "same", "min_prompt": 1}
         [result] = engine.generate(list(prompt), **options, **way)

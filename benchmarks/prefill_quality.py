@@ -35,7 +35,7 @@ import vivace
 from vivace.core.step import Step
 from vivace.decode.session import Session
 from vivace.engine import Engine, Options
-from vivace.evaluate.long_prompts import LONG_TASKS, Layout, _rows, about_documents
+from vivace.evaluate.long_prompts import LONG_TASKS, Layout, about_documents, read_rows
 from vivace.evaluate.others import watched_others
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import contains, word_f1
@@ -68,7 +68,7 @@ class QuestionSet:
 
     def questions(self, half: str, seed: int) -> list[Prompt]:
         """Return questions of a half of the rows, in an order that is drawn."""
-        rows = _rows(self.source)["AB".index(half) :: 2]
+        rows = read_rows(self.source)["AB".index(half) :: 2]
         draws, layout = Random(seed), Layout(documents=self.documents)
         places = draws.sample(range(len(rows)), min(self.count, len(rows)))
         return [LONG_TASKS[self.task](rows, place, layout, draws) for place in places]
@@ -76,7 +76,7 @@ class QuestionSet:
     def about_the_same(self, half: str, seed: int) -> list[Prompt]:
         """Return questions about lots of documents, one about each document of a lot, in an order that is drawn."""
         assert self.task == "multidoc", "the other tasks have one question about a text"
-        rows, draws, asked = _rows(self.source)["AB".index(half) :: 2], Random(seed), list[Prompt]()
+        rows, draws, asked = read_rows(self.source)["AB".index(half) :: 2], Random(seed), list[Prompt]()
         places = draws.sample(range(len(rows)), len(rows))
         for first in range(0, len(places) - self.documents + 1, self.documents):
             lot = [rows[place] for place in places[first : first + self.documents]]

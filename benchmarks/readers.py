@@ -19,7 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from vivace.evaluate.long_prompts import _rows, about_documents
+from vivace.evaluate.long_prompts import about_documents, read_rows
 
 DOCUMENTS = (2, 3, 4, 5, 6, 8)
 """Documents of a conversation, drawn alike."""
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="a public file of questions, as `vivace data multidoc` takes it")
     parser.add_argument("output", type=Path)
     asked = parser.parse_args()
-    rows, draws = _rows(asked.source)[::2], Random(0)
+    rows, draws = read_rows(asked.source)[::2], Random(0)
     written = [{"messages": turns} for _ in range(TIMES) for turns in conversations(rows, draws)]
     asked.output.write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
     print(f"{len(written)} conversations about {len(rows)} documents, {TIMES} times each")

@@ -118,7 +118,7 @@ def convert_long(task: str, source: Path, output: Path, layout: Layout, split: s
         raise ConfigError(f"{output} is the source itself; name another file")
     if output.suffix == ".jsonl" and split is None:
         raise ConfigError(f"{output} is one file, and there are two splits; name a folder, or give --split")
-    rows = _rows(source)
+    rows = read_rows(source)
     done = []
     for name in SPLITS if split is None else (split,):
         own = [row for place, row in enumerate(rows) if (place % DEV_EVERY == 0) == (name == "dev")]
@@ -134,7 +134,7 @@ def convert_long(task: str, source: Path, output: Path, layout: Layout, split: s
     ]
 
 
-def _rows(source: Path) -> list[Row]:
+def read_rows(source: Path) -> list[Row]:
     """Read a file.
 
     Raises:

@@ -1,0 +1,48 @@
+"""Conversations to learn answering from: every document once a time, each asked about, and only half of the rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from benchmarks import readers
+from vivace.prompts import load_prompts
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    documents = [{"title": f"T{at}", "text": f"{at} is it {at}."} for at in range(count)]
+    return [
+        {"question": f"who is {at}", "answers": [f"it {at}"], "ctxs": [document]}
+        for at, document in enumerate(documents)
+    ]
+
+
+def test_every_question_is_asked_once_about_documents_that_stand_before_it() -> None:
+    asked = []
+    for turns in readers.conversations(rows(40), Random(1)):
+        assert [turn["role"] for turn in turns] == ["user", "assistant"] * (len(turns) // 2)
+        first, *later = (turn["content"] for turn in turns[::2])
+        assert first.count("Document ") == len(turns) // 2
+        assert not any("Document " in question for question in later)
+        for question, answer in zip((first, *later), (turn["content"] for turn in turns[1::2]), strict=True):
+            name = answer.removeprefix("it ")
+            assert f"Question: who is {name}?\nAnswer the question" in question
+            assert f"(T{name}): {name} is {answer}." in first
+            asked.append(int(name))
+    assert sorted(asked) == list(range(40))
+
+
+def test_half_of_the_rows_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = tmp_path / "rows.jsonl", tmp_path / "talks.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows(20)))
+    monkeypatch.setattr(sys, "argv", ["readers", str(source), str(out)])
+    readers.main()
+    text = out.read_text()
+    for at in range(20):
+        assert text.count(f"who is {at}?") == (0 if at % 2 else readers.TIMES)
+    assert len(load_prompts(out)) == len(text.splitlines())
