@@ -47,6 +47,7 @@ def test_several_beside_draft_weights(cli: Cli, engine: FakeEngine, lora: Path) 
         (["--adapter", "sql={}", "--use", "sqm"], "--use 'sqm': no LoRA of this name is given; did you mean 'sql'?"),
         (["--use", "sql"], "--use 'sql': no LoRA of this name is given; give --adapter sql=DIR with a LoRA in DIR"),
         (["--adapter", "{}"], "--adapter sql is a LoRA, and this command does not use it; give --use sql"),
+        (["--adapter", "a={0}", "--adapter", "b={0}", "--use", "b"], "--adapter a is a LoRA beside --use b"),
     ],
 )
 def test_what_would_have_no_effect(cli: Cli, engine: FakeEngine, lora: Path, words: list[str], says: str) -> None:

@@ -100,7 +100,7 @@ def setting(models: Callable[..., Decoder]) -> Callable[..., tuple[Adaptive, Pri
     return get
 
 
-def run(model: Decoder, request: Request) -> list[str]:
+def run(model: Decoder, request: Request) -> list[str | None]:
     """Reasons, step by step."""
     session = Session(model, num_slots=1, capacity=128)
     session.admit(request)
@@ -116,6 +116,14 @@ def test_cheap_and_right_drafts_are_taken_in_full(models, setting) -> None:
     assert "gives" in run(models(BF16), request)[-1]
     assert priced.asked[-3] == LONGEST
     assert sum(n == LONGEST for n in priced.asked) > len(priced.asked) / 2
+
+
+def test_the_last_token_does_not_hide_why_others_were_drafted_as_they_were(models, setting) -> None:
+    """It needs no guesses, so that nothing is chosen for it."""
+    *_, before, last = run(models(BF16), setting(30, cost=0.1, right=0)[2])
+    assert "priced" in before
+    assert last == before
+    assert run(models(BF16), setting(1, cost=0.1)[2]) == [None]
 
 
 def test_no_longer_than_guesses_are_right(models, setting) -> None:
@@ -200,7 +208,7 @@ def test_at_batch_eight_it_stops_where_rows_cost_and_says_so(models, setting) ->
     drafting = session.drafting(adaptive)
     while not session.is_idle:
         session.step()
-        reasons.append(drafting.reason)
+        reasons.append(drafting.reason or "")
     assert sum("plain at batch 8: not drafting" in reason for reason in reasons) > len(reasons) / 2
 
 
@@ -212,7 +220,7 @@ def test_at_batch_eight_it_drafts_where_that_pays(models, setting) -> None:
     drafting, reasons = session.drafting(adaptive), []
     while not session.is_idle:
         session.step()
-        reasons.append(drafting.reason)
+        reasons.append(drafting.reason or "")
     assert any(f"{LONGEST} guesses gives" in reason and "at batch 8" in reason for reason in reasons)
 
 

@@ -132,6 +132,7 @@ def test_a_ragged_batch_has_the_text_of_plain_decoding(bench: Bench, case: Case,
     found = finish(bench.session(case.method, dtype, 3), bench.requests(case, case.method, dtype), every=2)
     expected = bench.expected(case, dtype)
     assert [(r.tokens, r.logprobs, r.reason) for r in found] == [(r.tokens, r.logprobs, r.reason) for r in expected]
+    assert {result.stats.method for result in found} == {case.method}
     drafted = sum(result.stats.num_draft_tokens for result in found)
     assert (drafted > 0) == drafts(case.method)
 

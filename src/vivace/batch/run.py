@@ -25,6 +25,11 @@ from vivace.prompts import load_prompts
 
 WINDOW = 2048
 """Prompts that are sorted together."""
+SETTINGS = (
+    *("max_new_tokens", "max_tokens", "min_new_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "num_beams", "stop_strings", "stop", "seed", "adapter"),
+)
+"""Settings that hold for all prompts of a file, by the names that a row might give them."""
 _PIECE = 64
 """Prompts that a process gets at a time."""
 _MOST_WAITING = 4
@@ -54,14 +59,14 @@ def read_prompts(path: Path) -> list[Any]:
     Raises:
         NotFoundError: there is no such file.
         CorruptError: it is not UTF-8 text.
-        ConfigError: a line is empty, or there is none.
+        ConfigError: a line is empty, there is none, or a row has settings of its own.
     """
     if path.is_dir():
         raise NotFoundError(f"{path} is a folder; name a file of prompts")
     if not path.is_file():
         raise NotFoundError(f"{path}: no such file")
     if {".jsonl", ".gz"} & set(path.suffixes):
-        return [row.request for row in load_prompts(path)]
+        return [row.request for row in load_prompts(path, settings=SETTINGS)]
     try:
         lines = path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:

@@ -16,7 +16,12 @@ from vivace.cli.loading import open_engine
 def batch(
     *,
     source: Annotated[Path, typer.Argument(help="Prompts: one a line, or .jsonl.", metavar="IN")],
-    output: Annotated[Path, typer.Argument(help="Answers in the same order; .jsonl has scores too.", metavar="OUT")],
+    output: Annotated[
+        Path,
+        typer.Argument(
+            help="Answers in the same order; .jsonl says how each ended, and has the scores of beams.", metavar="OUT"
+        ),
+    ],
     model: options.Model = None,
     method: options.Method = "auto",
     load: options.LoadFlags,

@@ -26,7 +26,10 @@ DEFAULT_TOKENS = 16384
 def compress(
     output: Annotated[Path, typer.Argument(help="Folder to write.", metavar="OUT")],
     model: options.Model = None,
-    bits: Annotated[int | None, typer.Option(help="Bits of every matrix: 2, 3 or 4, or 8 without a palette.")] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(help="Bits of every matrix: 2, 3 or 4, or 8 without a palette. Left out: 3, without --data 4."),
+    ] = None,
     bpw: Annotated[
         float | None,
         typer.Option(help="Bits a weight instead, codebooks and scales included: each matrix gets 2, 3, 4 or 8."),
@@ -120,11 +123,12 @@ def _facts(made: Compressed, config: CompressConfig) -> dict[str, object]:
 def _print(made: Compressed, config: CompressConfig) -> None:
     written = made.written
     counts = Counter(made.bits.values())
+    by = f", by {config.method}" if set(counts) != {8} else ""  # integers are rounded in one way
     listed = ", ".join(f"{counts[bits]} in {bits} bits" for bits in sorted(counts))
     console.result(
         f"{written.folder}: {format_bytes(written.num_bytes)}, {written.all_bits:.2f} bits a weight over all of it"
     )
-    console.result(f"  matrices of the layers: {listed}; {written.matrix_bits:.2f} bits a weight, by {config.method}")
+    console.result(f"  matrices of the layers: {listed}; {written.matrix_bits:.2f} bits a weight{by}")
     if made.predicted is not None:
         console.result(f"  predicted divergence from the stored model: {made.predicted:.4f} nats a token")
     if made.measured is not None:

@@ -54,8 +54,8 @@ def convert(
         str,
         typer.Option(
             "--type",
-            help="How matrices are stored: auto (as in the checkpoint), f32, f16, bf16, q8_0, q4_0; in a store auto, "
-            "int8 or q4.",
+            help="How matrices are stored: auto (as in the checkpoint, or bf16 where it is quantized), f32, f16, bf16, "
+            "q8_0, q4_0; in a store auto, int8 or q4.",
         ),
     ] = "auto",
     store: Annotated[

@@ -61,7 +61,7 @@ def inspect(
                 bits = f"  {tensor['bits']:.2f} bits" if "bits" in tensor else ""
                 console.result(f"  {tensor['name']}  {tensor['dtype']} {tensor['shape']}{bits}")
         else:
-            console.result(f"{name:<18}{_plain(name, value)}")
+            console.result(f"{name:<20}{_plain(name, value)}")
 
 
 def model_facts(folder: Path, weights: str = "bf16", ignored: Sequence[str] = ()) -> dict[str, Any]:

@@ -112,7 +112,10 @@ def _check_loras(adapters: str | dict[str, str] | None, use: str | None) -> bool
     if use is not None and use not in loras:
         hint = nearest(use, loras) if loras else f"; give --adapter {use}=DIR with a LoRA in DIR"
         raise ConfigError(f"--use {use!r}: no LoRA of this name is given{hint}")
-    if idle := [name for name in loras if name != use]:
+    idle = [name for name in loras if name != use]
+    if idle and use is not None:
+        raise ConfigError(f"--adapter {idle[0]} is a LoRA beside --use {use}; this command uses one, so leave it out")
+    if idle:
         raise ConfigError(
             f"--adapter {idle[0]} is a LoRA, and this command does not use it; give --use {idle[0]} to "
             "generate, chat or evaluate, or leave it out"

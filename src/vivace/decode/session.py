@@ -406,7 +406,7 @@ class Session:
             sequence.num_passes += 1
             sequence.stats.draft_s += draft_s
             sequence.stats.verify_s += elapsed - draft_s
-            sequence.stats.choice = drafting.reason
+            sequence.stats.choice = drafting.reason or sequence.stats.choice
         return emitted
 
     def _search(self, sequences: list[Sequence]) -> list[Emitted]:

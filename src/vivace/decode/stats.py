@@ -11,7 +11,8 @@ class DecodeStats:
 
     method: str = "plain"
     choice: str | None = None
-    """Why ``auto`` drafted as it did in the last step; None for all other methods."""
+    """Why ``auto`` drafted as it did in the last step that could have guesses; None where there was none, and for all
+    other methods."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     """Number of prompt tokens whose entries came from a prefix cache."""

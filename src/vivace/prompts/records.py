@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -50,12 +50,15 @@ class Prompt:
     """Name of the task, which determines the metrics."""
 
 
-def load_prompts(path: str | Path, *, check: Callable[[Prompt], None] | None = None) -> list[Prompt]:
+def load_prompts(
+    path: str | Path, *, check: Callable[[Prompt], None] | None = None, settings: Collection[str] = ()
+) -> list[Prompt]:
     """Return the rows of a prompt file (JSONL, plain or ``.gz``), in order.
 
     Args:
         path: the file.
         check: raises ``ValueError`` for a prompt that the caller cannot use.
+        settings: keys that the caller takes for the whole file, and that no row may have for itself.
 
     Raises:
         NotFoundError: there is no such file.
@@ -75,7 +78,7 @@ def load_prompts(path: str | Path, *, check: Callable[[Prompt], None] | None = N
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                prompts.append(_parse(line))
+                prompts.append(_parse(line, settings))
                 if check is not None:
                     check(prompts[-1])
             except ValueError as error:
@@ -144,8 +147,8 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     return row
 
 
-def _parse(line: str) -> Prompt:
-    """Read one line of a prompt file.
+def _parse(line: str, settings: Collection[str]) -> Prompt:
+    """Read one line of a prompt file, in which none of ``settings`` may stand.
 
     Raises:
         ValueError: it is not a prompt.
@@ -160,6 +163,8 @@ def _parse(line: str) -> Prompt:
         close = get_close_matches(key, _KEYS, n=1, cutoff=0.8)
         if key not in _KEYS and close:
             raise ValueError(f"unknown key {key!r}; did you mean {close[0]!r}?")
+    if own := [key for key in row if key in settings]:
+        raise ValueError(f"{own[0]!r} is a setting of the whole file, and a row cannot have its own; leave it out")
     task = row.get("task")
     if task is not None and not isinstance(task, str):
         raise ValueError(f'"task" is a string, found {_kind(task)}')

@@ -110,6 +110,16 @@ def test_other_kinds_hold_the_same_model(tmp_path: Path, kind: str) -> None:
         assert error <= (0 if kind == "f32" or values.dim() == 1 else {"f16": 2e-3, "q8_0": 0.02, "q4_0": 0.4}[kind])
 
 
+def test_a_file_is_not_written_over_itself(tmp_path: Path) -> None:
+    write_checkpoint(make_llama(tmp_path / "model"), tmp_path / "m.gguf", tokenizer=False)
+    (tmp_path / "same.gguf").symlink_to(tmp_path / "m.gguf")
+    before = (tmp_path / "m.gguf").read_bytes()
+    for out in ("m.gguf", "same.gguf"):
+        with pytest.raises(ConfigError, match=rf"{out} is the model itself; name another file"):
+            write_checkpoint(tmp_path / "m.gguf", tmp_path / out, "q8_0", tokenizer=False)
+    assert (tmp_path / "m.gguf").read_bytes() == before
+
+
 @given(
     st.lists(st.floats(-1e4, 1e4, width=32), min_size=64, max_size=64),
     st.sampled_from([("q8_0", 127), ("q4_0", 8)]),

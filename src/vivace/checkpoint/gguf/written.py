@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.files import Tensors, resolve
+from vivace.checkpoint.files import Tensors, named_file, resolve
 from vivace.checkpoint.gguf.blocks import KINDS, Kind, find_kind
 from vivace.checkpoint.gguf.file import Entry, Value, write_gguf
 from vivace.checkpoint.gguf.names import gguf_names
@@ -29,7 +29,7 @@ from vivace.checkpoint.load import open_checkpoint, read_config
 from vivace.checkpoint.names import TensorPiece
 from vivace.core.config import ModelConfig, RopeConfig
 from vivace.core.rope import frequencies
-from vivace.errors import UnsupportedError
+from vivace.errors import ConfigError, UnsupportedError
 
 FAMILY = "llama"
 """``model_type`` of the checkpoints that can be written."""
@@ -58,16 +58,19 @@ def write_checkpoint(
     Args:
         source: directory or Hub id of a Llama checkpoint.
         out: the file to write.
-        kind: format of the matrices, a name of ``blocks.KINDS``; "auto" keeps the checkpoint's.
+        kind: format of the matrices, a name of ``blocks.KINDS``; "auto" is the checkpoint's, and bf16 where that is
+            quantized.
         tokenizer: whether to write the tokenizer; without it llama.cpp runs on token ids only.
         ignored: unknown keys of config.json that are read as if they were not there.
 
     Raises:
         UnsupportedError: the family is not Llama, a setting does not exist in GGUF's Llama, or GGUF cannot hold the
             tokenizer.
-        ConfigError: there is no such format.
+        ConfigError: there is no such format, or ``out`` is the checkpoint itself.
         CheckpointError: the checkpoint is missing or broken, or the disk is full; ``out`` is left as it was.
     """
+    if Path(out).resolve() == Path(named_file(resolve(source))).resolve():
+        raise ConfigError(f"{out} is the model itself; name another file for what comes of it")
     family = read_config(resolve(source), ignored).get("model_type")
     if family != FAMILY:
         raise UnsupportedError(f"only {FAMILY} checkpoints can be written as GGUF; this one is {family}")

@@ -59,7 +59,8 @@ class DraftChoice:
     drafter: int
     """Index of the drafter; 0 drafts nothing."""
     guesses: int
-    reason: str
+    reason: str | None
+    """For users; None where there was nothing to choose."""
 
 
 class Adaptive:
@@ -101,8 +102,10 @@ class Adaptive:
 
     def choose(self, regime: Regime, room: int) -> DraftChoice:
         """Return what to do in a step of this regime in which at most ``room`` guesses can be used."""
-        if len(self.drafters) == 1 or room == 0:
-            return DraftChoice(0, 0, "nothing to draft with" if room else "the last token needs no draft")
+        if len(self.drafters) == 1:
+            return DraftChoice(0, 0, "nothing to draft with")
+        if room == 0:
+            return DraftChoice(0, 0, None)  # the last token needs no guesses
         arms = self._arms(regime)
         for index, arm in enumerate(arms):
             if arm.steps < (len(FIRST) if index else FIRST_PLAIN):
@@ -236,8 +239,8 @@ class AdaptiveState:
         self._allowed = 0
 
     @property
-    def reason(self) -> str:
-        """Return why the last step drafted as it did."""
+    def reason(self) -> str | None:
+        """Return why the last step drafted as it did; None for the last token of a text."""
         return self.choice.reason
 
     def propose(self, context: Context) -> Draft | Decided:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.seams import Draft, TargetPass, Traversal
+from vivace.core.seams import Draft, TargetPass
 from vivace.core.step import Step
 from vivace.decode.forward import ForwardPass
 from vivace.decode.plain import NoDrafts
@@ -89,13 +89,10 @@ class SkipForwardPass:
 class SkipDecode(NoDrafts):
     """Implements ``Drafter``: drafts nothing and decodes with skipped layers."""
 
-    name = "skipdecode"
-
     def __init__(self, model: Decoder, plan: SkipPlan | None = None) -> None:
-        super().__init__()
         self.plan = SkipPlan(*_spread(model.config.num_layers)) if plan is None else plan
         self.plan.check_fits(model.config.num_layers)
-        self.traversal: Traversal = SkipForwardPass(self.plan)
+        super().__init__("skipdecode", SkipForwardPass(self.plan))
 
 
 def _spread(num_layers: int) -> tuple[int, int]:
