@@ -119,6 +119,15 @@ def test_fisher(base: Path, texts: Texts, tmp_path: Path) -> None:
     assert found.kl < plain.kl
 
 
+def test_every_stage_that_takes_long_counts_to_its_end(base: Path, texts: Texts, tmp_path: Path) -> None:
+    """Batches that weigh the matrices, matrices whose loss is predicted, and layers that are rounded."""
+    seen: list[tuple[int, int]] = []
+    compress(base, tmp_path / "out", CompressConfig(None, 4.0), texts, progress=lambda *at: seen.append(at))
+    num_layers = len(load_decoder(base).layers)
+    stages = len(texts.calibration), 4 * num_layers, num_layers
+    assert seen == [(done, total) for total in stages for done in range(1, total + 1)]
+
+
 def test_a_budget(base: Path, texts: Texts, tmp_path: Path) -> None:
     """Every budget is kept by the bytes of the file, more is never worse predicted, and the prediction is no dream."""
     losses = []

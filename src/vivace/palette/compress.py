@@ -117,7 +117,7 @@ def compress(
     texts: Texts | None = None,
     *,
     note: Callable[[str], None] = lambda text: None,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Compressed:
     """Round a checkpoint and write it to a folder, all or nothing.
 
@@ -127,7 +127,8 @@ def compress(
         config: how.
         texts: what to round for.
         note: receives what is done, a line at a time.
-        progress: called with the number of layers that are rounded, and of all.
+        progress: called with how much is done, and of how much: batches that weigh the matrices, matrices whose loss is
+            predicted, then layers that are rounded.
 
     Raises:
         ConfigError: text is missing, the budget cannot be had, or ``out`` is the checkpoint itself.
@@ -144,13 +145,12 @@ def compress(
     check_shapes(opened.plan, parts)
     for part in parts.values():
         part.weight.data = part.weight.data.clone()  # it may be a view of the file
-    found = Statistics() if texts is None else _statistics(model, config, texts, note)
-    chosen = _chosen_bits(parts, config, found, note)
+    found = Statistics() if texts is None else _statistics(model, config, texts, note, progress)
+    chosen = _chosen_bits(parts, config, found, note, progress)
     coded: dict[str, Coded] = {}
     for index, layer in enumerate(rounded_layers(model, chosen.bits, config, texts, found)):
         coded |= layer
-        if progress is not None:
-            progress(index + 1, len(model.layers))
+        progress(index + 1, len(model.layers))
     written = write_folder(opened, out, coded, config)
     measured = None
     if texts is not None:
@@ -215,31 +215,37 @@ def check_shapes(table: Mapping[str, Target], parts: Mapping[str, Linear]) -> No
             )
 
 
-def _statistics(model: Decoder, config: CompressConfig, texts: Texts, note: Callable[[str], None]) -> Statistics:
+def _statistics(
+    model: Decoder, config: CompressConfig, texts: Texts, note: Callable[[str], None], progress: Progress
+) -> Statistics:
     """Return what the method and the plan need of the text; gptq gathers moments itself, layer by layer."""
     found = Statistics()
     if config.bits_per_weight is not None:
         count = sum(batch.num_elements for batch in texts.calibration)
         note(f"weighing the matrices on {count:,} tokens, forward and backward")
-        found = gather(model, texts.calibration)
+        found = gather(model, texts.calibration, progress=progress)
     if config.method == "fisher":
         note("squaring the gradients of all weights")
-        found.squares = gather(model, texts.calibration, squares=True).squares
+        found.squares = gather(model, texts.calibration, squares=True, progress=progress).squares
     return found
 
 
 def _chosen_bits(
-    parts: Mapping[str, Linear], config: CompressConfig, found: Statistics, note: Callable[[str], None]
+    parts: Mapping[str, Linear],
+    config: CompressConfig,
+    found: Statistics,
+    note: Callable[[str], None],
+    progress: Progress,
 ) -> BitPlan:
     """Return the bits of each matrix, by a plan if a budget is given."""
     if config.bits is not None:
         return BitPlan(dict.fromkeys(parts, config.bits), 0, 0.0)
     assert config.bits_per_weight is not None
     note("predicting the loss of every matrix in 2, 3, 4 and 8 bits")
-    choices = {
-        name: tuple(_choice(name, part.weight, bits, config, found) for bits in (*BITS, 8))
-        for name, part in parts.items()
-    }
+    choices = {}
+    for number, (name, part) in enumerate(parts.items(), 1):
+        choices[name] = tuple(_choice(name, part.weight, bits, config, found) for bits in (*BITS, 8))
+        progress(number, len(parts))
     return plan_bits(choices, sum(part.weight.numel() for part in parts.values()), config.bits_per_weight)
 
 

@@ -104,7 +104,14 @@ def watched_inputs(parts: dict[str, Linear], rows: Tensor, into: Statistics) -> 
             handle.remove()
 
 
-def gather(model: Decoder, batches: Sequence[TokenBatch], *, squares: bool = False, seed: int = 0) -> Statistics:
+def gather(
+    model: Decoder,
+    batches: Sequence[TokenBatch],
+    *,
+    squares: bool = False,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Statistics:
     """Run a text forward and backward, and return moments and gains, or the squares of gradients instead of both.
 
     Args:
@@ -112,9 +119,10 @@ def gather(model: Decoder, batches: Sequence[TokenBatch], *, squares: bool = Fal
         batches: the text.
         squares: whether the squared gradient of every weight is asked for.
         seed: of the tokens that are drawn.
+        progress: called with the number of batches that are done, and of all.
     """
     parts, found, generator = matrices(model), Statistics(), torch.Generator().manual_seed(seed)
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         rows = real_rows(batch)
         found.num_rows += len(rows)
         found.num_scored += len(batch.predicting)
@@ -123,6 +131,7 @@ def gather(model: Decoder, batches: Sequence[TokenBatch], *, squares: bool = Fal
         else:
             with watched_inputs(parts, rows, found), _watched_gains(parts, found):
                 _backward(model, batch, generator)
+        progress(number, len(batches))
     return found
 
 
