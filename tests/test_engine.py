@@ -216,6 +216,12 @@ def test_prompts_that_cannot_be(engine: vivace.Engine) -> None:
         engine.generate("zq" * 300)
 
 
+def test_a_text_with_half_a_surrogate_pair_is_refused(engine: vivace.Engine) -> None:
+    with pytest.raises(ConfigError, match=r"the text is not valid Unicode: there is '\\ud800' after '<\|user\|>a'"):
+        engine.generate("a\ud800b")
+    assert engine.generate("a\U0001d11eb", max_new_tokens=2)
+
+
 def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
         vivace.load(tmp_path / "nowhere")

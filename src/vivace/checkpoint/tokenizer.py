@@ -13,6 +13,7 @@ from typing import Any, cast
 from vivace.checkpoint.files import resolve
 from vivace.checkpoint.generation import load_eos_ids
 from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError, UnsupportedError
+from vivace.prompts import is_unicode
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -48,7 +49,14 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text, with the tokenizer's own leading and trailing tokens unless ``special`` is
         off. A text may be longer than the model reads: whoever hands it to the model compares lengths.
+
+        Raises:
+            ConfigError: the text has a lone surrogate; the message says where.
         """
+        if not is_unicode(text):
+            place = next(place for place, letter in enumerate(text) if not is_unicode(letter))
+            before = f" after {text[max(0, place - 20) : place]!r}" if place else ""
+            raise ConfigError(f"the text is not valid Unicode: there is {text[place]!r}{before}; take it out")
         return list(self.inner.encode(text, add_special_tokens=special, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
