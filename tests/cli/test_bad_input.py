@@ -69,6 +69,11 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "temperature below zero": ((*GENERATE, "--temperature", "-0.5"), USAGE, "temperature must be >= 0, found -0.5"),
     "temperature that is no number": ((*GENERATE, "--temperature", "nan"), USAGE, "temperature must be >= 0"),
     "top-p beyond one": ((*GENERATE, "--top-p", "1.5"), USAGE, "top_p must be in (0, 1], found 1.5"),
+    "a seed beyond every generator": (
+        (*GENERATE, "--do-sample", "--seed", "99999999999999999999999"),
+        USAGE,
+        "seed must be at least -2**63 and below 2**64, found 99999999999999999999999",
+    ),
     "no new tokens": ((*GENERATE, "--max-new-tokens", "0"), USAGE, "max_new_tokens must be at least 1, found 0"),
     "empty stop string": ((*GENERATE, "--stop-strings", ""), USAGE, "a stop string must not be empty"),
     "mixture without routers": ((*GENERATE, "--method", "mod"), FAILED, "vivace train mod --model"),
