@@ -21,6 +21,9 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WAIT = 16
 """Number of tokens after which bytes that have not become a character are shown as they are."""
 
+_END_OF_IDS = 2**32
+"""The tokenizers library cannot be asked for ids from here on."""
+
 
 class Tokenizer:
     """The tokenizer of a checkpoint: text to ids, ids to text, and the chat template."""
@@ -122,7 +125,7 @@ class Tokenizer:
         """
         for place, index in enumerate(ids):
             if not 0 <= index < num_tokens:
-                piece = self.inner.convert_ids_to_tokens(index) if index >= 0 else ""
+                piece = self.inner.convert_ids_to_tokens(index) if 0 <= index < _END_OF_IDS else ""
                 spelt = f" ({piece!r})" if piece else ""
                 raise ConfigError(
                     f"token {place + 1} of the prompt is {index}{spelt}; this model has tokens 0 to {num_tokens - 1}"
