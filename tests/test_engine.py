@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -214,6 +216,113 @@ def test_prompts_that_cannot_be(engine: vivace.Engine) -> None:
         engine.generate("")
     with pytest.raises(CapacityError, match=r"the prompt has \d+ tokens; the context of this model holds 128"):
         engine.generate("zq" * 300)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        np.array([5, 6, 7]),
+        torch.tensor([5, 6, 7]),
+        [np.int64(5), 6, torch.tensor(7)],
+        (5, 6, 7),
+        range(5, 8),
+        [torch.tensor([5, 6, 7])],
+        torch.tensor([[5, 6, 7]]),
+    ],
+    ids=str,
+)
+def test_what_tokenizers_return_is_a_prompt(engine: vivace.Engine, prompt: Any) -> None:
+    expected = engine.generate([5, 6, 7], max_new_tokens=4)[0].token_ids
+    assert [result.token_ids for result in engine.generate(prompt, max_new_tokens=4)] == [expected]
+
+
+def test_prompts_may_be_in_arrays(engine: vivace.Engine) -> None:
+    def texts(prompts: Any) -> list[str]:
+        return [result.text for result in engine.generate(prompts, max_new_tokens=4)]
+
+    assert texts(np.array(PROMPTS)) == texts(tuple(PROMPTS)) == texts(PROMPTS)
+    assert texts(torch.tensor([[5, 6], [7, 8]])) == texts([[5, 6], np.array([7, 8])]) == texts([[5, 6], [7, 8]])
+    chunks = list(engine.stream(np.array([5, 6]), max_new_tokens=4))
+    assert "".join(chunk.text for chunk in chunks) == texts([5, 6])[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [
+        (None, "None"),
+        (5, "5"),
+        (b"abc", "b'abc'"),
+        ({"role": "user", "content": "x"}, "{'content': 'x', 'role': 'user'}"),
+        ({"abc"}, "{'abc'}"),
+        (torch.tensor(5), "5"),
+        ([1.5, 2], "[1.5, 2]"),
+        ([1, 2.5], "[1, 2.5]"),
+        ([True, False], "[True, False]"),
+        (torch.tensor([0.5, 1.0]), "[0.5, 1.0]"),
+        ([None], "[None]"),
+        ([b"abc"], "[b'abc']"),
+        (["abc", None], "None"),
+        (["abc", 5], "5"),
+        ([[5], [1.5]], "[1.5]"),
+        ([[5], ["abc"]], "['abc']"),
+        ([{"role": "user", "content": "x"}, "abc"], "[{'content': 'x', 'role': 'user'}, 'abc']"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt_is_one_line(engine: vivace.Engine, prompt: Any, found: str) -> None:
+    message = f"a prompt must be a text, a list of messages or a list of token ids, found {found}"
+    with pytest.raises(ConfigError) as caught:
+        engine.generate(prompt)
+    assert str(caught.value) == message
+    with pytest.raises(ConfigError, match="a prompt must be a text, a list of messages or a list of token ids"):
+        list(engine.stream(prompt))
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([[]], ConfigError, "token_ids has no tokens: its shape is [1, 0]"),
+        ([], ConfigError, "token_ids must be (batch, length), found [0]"),
+        ([[1, 2], [3]], ConfigError, "token_ids must be texts of one length, as integers, found [[1, 2], [3]]"),
+        ([["a"]], ConfigError, "token_ids must be texts of one length, as integers, found [['a']]"),
+        ([[1.5]], ConfigError, "token_ids must be texts of one length, as integers, found [[1.5]]"),
+        ([[True]], ConfigError, "token_ids must be texts of one length, as integers, found [[True]]"),
+        ([[2**70]], ConfigError, f"token_ids must be texts of one length, as integers, found [[{2**70}]]"),
+        ("abc", ConfigError, "token_ids must be texts of one length, as integers, found 'abc'"),
+        (None, ConfigError, "token_ids must be texts of one length, as integers, found None"),
+        ([[1, 2], [3, 2**40]], ConfigError, f"token 2 of the prompt is {2**40}; this model has tokens 0 to 319"),
+        ([[1, -1]], ConfigError, "token 2 of the prompt is -1; this model has tokens 0 to 319"),
+        ([[3] * 129], CapacityError, "the text has 129 tokens; the context of this model holds 128"),
+    ],
+    ids=lambda each: str(each)[:40],
+)
+def test_logits_of_what_is_no_text(engine: vivace.Engine, ids: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        engine.logits(ids)
+    assert str(caught.value) == message
+
+
+def test_logits_of_ids_of_any_library(engine: vivace.Engine) -> None:
+    expected = engine.logits([[5, 6]])
+    for ids in (
+        np.array([[5, 6]], dtype=np.uint64),
+        np.array([[5.0, 6.0]]),
+        [np.array([5, 6])],
+        torch.tensor([[5, 6]]),
+    ):
+        assert torch.equal(engine.logits(ids), expected)
+    assert engine.logits([[3] * 128]).shape[1] == 128
+
+
+def test_an_id_beyond_32_bits_is_foreign(engine: vivace.Engine) -> None:
+    with pytest.raises(ConfigError, match=f"token 2 of the prompt is {2**40}; this model has tokens 0 to 319"):
+        engine.generate([5, 2**40])
+
+
+def test_a_text_with_half_a_surrogate_pair_is_refused(engine: vivace.Engine) -> None:
+    with pytest.raises(ConfigError, match=r"the text is not valid Unicode: there is '\\ud800' after '<\|user\|>a'"):
+        engine.generate("a\ud800b")
+    assert engine.generate("a\U0001d11eb", max_new_tokens=2)
 
 
 def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:

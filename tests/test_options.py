@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,7 @@ from vivace.errors import ConfigError
 from vivace.methods.dynamic.drafter import DynamicConfig, DynamicWeights
 from vivace.methods.dynamic.gates import GateConfig, GatesConfig
 from vivace.methods.dynamic.router import RouterConfig
+from vivace.options import KINDS
 
 PROMPTS = ["abc abc abc abc", "the quick brown fox the quick brown fox"]
 PLAIN = {"method": "plain", "max_new_tokens": 24}
@@ -75,6 +77,59 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
     "forced_bos_token_id is for encoder-decoder models": {"forced_bos_token_id": 3},
     "no effect on greedy decoding": {"top_k": 3, "do_sample": False},
 }
+
+MISTYPED: Sequence[tuple[str, Any, str]] = (
+    ("max_new_tokens", 4.5, "max_new_tokens must be an integer, found 4.5"),
+    ("max_new_tokens", "4", "max_new_tokens must be an integer, found '4'"),
+    ("max_new_tokens", True, "max_new_tokens must be an integer, found True"),
+    ("max_new_tokens", float("inf"), "max_new_tokens must be an integer, found inf"),
+    ("top_k", 2.5, "top_k must be an integer, found 2.5"),
+    ("batch_size", None, "batch_size must be an integer, found None"),
+    ("num_beams", np.ones((2, 1)), "num_beams must be an integer, found array([[1.], [1.]])"),
+    ("seed", "a", "seed must be an integer, found 'a'"),
+    ("seed", None, "seed must be an integer, found None"),
+    ("seed", 2**64, f"seed must be at least -2**63 and below 2**64, found {2**64}"),
+    ("seed", -(2**63) - 1, f"seed must be at least -2**63 and below 2**64, found {-(2**63) - 1}"),
+    ("temperature", "1", "temperature must be a number, found '1'"),
+    ("temperature", True, "temperature must be a number, found True"),
+    ("length_penalty", [1.0], "length_penalty must be a number, found [1.0]"),
+    ("do_sample", "no", "do_sample must be True or False, found 'no'"),
+    ("logprobs", 5, "logprobs must be True or False, found 5"),
+    ("method", None, "method must be a text, found None"),
+    ("keep", 0.5, "keep must be a text, found 0.5"),
+    ("stop_strings", [3], "stop_strings must be a text or a list of texts, found [3]"),
+    ("stop_strings", 3, "stop_strings must be a text or a list of texts, found 3"),
+    ("stop_strings", b"ab", "stop_strings must be a text or a list of texts, found b'ab'"),
+    ("stop_strings", [None], "stop_strings must be a text or a list of texts, found [None]"),
+    ("adapter", 3, "adapter must be a name or a list of names, found 3"),
+    ("forced_bos_token_id", 2.5, "forced_bos_token_id must be an integer or a text, found 2.5"),
+    ("decode_keep", [1], "decode_keep must be a number or a text, found [1]"),
+    ("early_stopping", 0.5, "early_stopping must be True, False or 'never', found 0.5"),
+    ("progress", 3, "progress must be a function, found 3"),
+)
+
+USUAL: Sequence[tuple[str, Any, Any]] = (
+    ("max_new_tokens", np.int64(4), 4),
+    ("max_new_tokens", torch.tensor(4), 4),
+    ("max_new_tokens", 4.0, 4),
+    ("seed", np.uint64(2**63), 2**63),
+    ("seed", -(2**63), -(2**63)),
+    ("temperature", np.float32(0.5), 0.5),
+    ("temperature", torch.tensor(0.5), 0.5),
+    ("temperature", 2, 2),
+    ("do_sample", np.True_, True),
+    ("ignore_eos", 1, True),
+    ("raw", None, False),
+    ("do_sample", None, None),
+    ("stop_strings", ["a", "b"], ("a", "b")),
+    ("stop_strings", {"a"}, ("a",)),
+    ("stop_strings", np.array(["a"]), ("a",)),
+    ("adapter", ["a", None], ("a", None)),
+    ("early_stopping", 0, False),
+    ("forced_bos_token_id", "fra_Latn", "fra_Latn"),
+    ("decode_keep", "same", "same"),
+)
+"""Field, what is given, and what it is kept as."""
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +213,26 @@ def test_nobody_says_how_long(engine: vivace.Engine, tmp_path: Path) -> None:
     assert len(engine.generate("abc", **settings)[0].token_ids) == room < 256
     folder = make_checkpoint(tmp_path, context=512)
     assert len(vivace.load(folder).generate("abc", **settings)[0].token_ids) == 256
+
+
+def test_every_field_has_a_kind() -> None:
+    named = [name for _, _, names in KINDS for name in names]
+    assert sorted(named) == sorted(field.name for field in dataclasses.fields(Options))
+
+
+@pytest.mark.parametrize(("name", "value", "message"), MISTYPED, ids=lambda each: str(each)[:40])
+def test_a_field_of_another_kind_is_one_line(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Options.of({name: value})
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("name", "value", "kept"), USUAL, ids=lambda each: str(each)[:40])
+def test_numbers_of_other_libraries_and_whole_ones_are_taken(name: str, value: Any, kept: Any) -> None:
+    found = getattr(Options.of({name: value}), name)
+    assert (found, type(found)) == (kept, type(kept))
+
+
+def test_a_seed_may_be_any_that_a_generator_takes(engine: vivace.Engine) -> None:
+    for seed in (-(2**63), 2**64 - 1, np.int64(7)):
+        assert engine.generate("abc", **DRAWN | {"max_new_tokens": 2, "seed": seed})

@@ -23,6 +23,7 @@ with 2 and any other with 1.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -95,6 +96,11 @@ class WorldError(VivaceError):
 
 class DependencyError(VivaceError):
     """An optional package is missing."""
+
+
+def shown(value: object) -> str:
+    """Return a value as messages show it: on one line, and cut where it is long."""
+    return " ".join(reprlib.repr(value).split())
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from vivace.core.sampling import Sampling
 from vivace.decode.beams import BeamPlan, EarlyStopping
 from vivace.decode.session import Progress
-from vivace.errors import ConfigError, UnsupportedError, nearest
+from vivace.errors import ConfigError, UnsupportedError, nearest, shown
 from vivace.prefill.table import Reading
 
 DEFAULT_NEW_TOKENS = 256
@@ -23,9 +24,83 @@ _ONE = ("num_return_sequences", 1)
 """What is returned in any case."""
 
 
+def _number(value: Any) -> float:
+    """Return a number; an integer stays one."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    return value
+
+
+def _integer(value: Any) -> int:
+    """Return a whole number, which may be written as 4.0."""
+    if _number(value) % 1 != 0:
+        raise TypeError
+    return int(value)
+
+
+def _flag(value: Any) -> bool:
+    """Return a truth value, also for 0, 1 and None."""
+    if not isinstance(value, int | None) or value not in (None, 0, 1):
+        raise TypeError
+    return bool(value)
+
+
+def _text(value: Any) -> str:
+    """Return a text."""
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    """Return texts."""
+    return tuple(map(_text, value))
+
+
+def _names(value: Any) -> tuple[str | None, ...]:
+    """Return names, in whose place there may be None."""
+    return tuple(None if name is None else _text(name) for name in value)
+
+
+def _function(value: Any) -> Progress:
+    """Return a function."""
+    if not callable(value):
+        raise TypeError
+    return value  # type: ignore[no-any-return]
+
+
+KINDS: Sequence[tuple[str, Sequence[Callable[[Any], Any]], Sequence[str]]] = (
+    (
+        "an integer",
+        (_integer,),
+        (
+            *("max_new_tokens", "min_new_tokens", "top_k", "no_repeat_ngram_size", "num_beams"),
+            *("num_return_sequences", "seed", "batch_size", "num_draft_tokens", "min_prompt"),
+        ),
+    ),
+    (
+        "a number",
+        (_number,),
+        ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty", "quality"),
+    ),
+    ("True or False", (_flag,), ("do_sample", "ignore_eos", "raw", "logprobs", "exact")),
+    ("a text", (_text,), ("method", "soft_prompt", "prefill", "keep")),
+    ("a number or a text", (_number, _text), ("decode_keep",)),
+    ("an integer or a text", (_integer, _text), ("forced_bos_token_id",)),
+    ("True, False or 'never'", (_flag, _text), ("early_stopping",)),
+    ("a text or a list of texts", (_text, _texts), ("stop_strings",)),
+    ("a name or a list of names", (_text, _names), ("adapter",)),
+    ("a function", (_function,), ("progress",)),
+)
+"""What fields may be: how messages call it, what returns a value that is one, and which fields they are."""
+
+
 @dataclass(frozen=True)
 class Options:
-    """Settings of generation, under Hugging Face's names; None uses the checkpoint's ``generation_config.json``."""
+    """Settings of generation, under Hugging Face's names; None uses the checkpoint's ``generation_config.json``.
+
+    Numbers and truth values may be those of numpy and PyTorch.
+    """
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
@@ -57,6 +132,9 @@ class Options:
     stop_strings: str | Sequence[str] | None = None
     ignore_eos: bool = False
     seed: int = 0
+    """Of the random numbers of every prompt: the same seed gives the same text. It is not None; for another text every
+    time, draw it.
+    """
     method: str = "auto"
     adapter: str | Sequence[str | None] | None = None
     """Name of the LoRA that the model wears for this call, or one for each prompt, with None for the model as it is."""
@@ -99,6 +177,12 @@ class Options:
     """Called with the number of prompt tokens read and their total while prompts are read."""
 
     def __post_init__(self) -> None:
+        for what, kinds, names in KINDS:
+            for name in names:
+                if self.asked([name]) or getattr(Options, name) is not None:
+                    object.__setattr__(self, name, _of_kind(getattr(self, name), kinds, f"{name} must be {what}"))
+        if not -(2**63) <= self.seed < 2**64:
+            raise ConfigError(f"seed must be at least -2**63 and below 2**64, found {self.seed}")
         for name, value, least in (
             ("batch_size", self.batch_size, 1),
             ("min_new_tokens", self.min_new_tokens, 0),
@@ -266,3 +350,16 @@ class Options:
             if name not in known:
                 raise ConfigError(f"generate has no argument {name!r}{nearest(name, known)}")
         return Options(**values)
+
+
+def _of_kind(value: Any, kinds: Sequence[Callable[[Any], Any]], rule: str) -> Any:
+    """Return a value as the first of some kinds that it has.
+
+    Raises:
+        ConfigError: it has none of them; the message is the rule and what was found.
+    """
+    plain = value.item() if getattr(value, "ndim", None) == 0 else value  # a number of numpy or PyTorch
+    for kind in kinds:
+        with suppress(TypeError):
+            return kind(plain)
+    raise ConfigError(f"{rule}, found {shown(value)}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.places import Cli, files, process
+from tests.cli.places import MAIN, Cli, files, process
 from vivace.errors import UsageError, VivaceError
 
 USAGE = UsageError.exit_code
@@ -61,9 +61,19 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "answer beyond the context": ((*GENERATE, "--max-new-tokens", "300"), USAGE, "the context holds 256"),
     "empty prompt": (("generate", "", "--model", "tiny"), USAGE, "the prompt is empty"),
     "empty stdin": (("generate", "-", "--model", "tiny"), USAGE, "the prompt is empty"),
+    "bytes that are no text": (
+        ("generate", "bad \udcff byte", "--model", "tiny"),
+        USAGE,
+        r"the text is not valid Unicode: there is '\udcff' after '<|user|>bad '",
+    ),
     "temperature below zero": ((*GENERATE, "--temperature", "-0.5"), USAGE, "temperature must be >= 0, found -0.5"),
     "temperature that is no number": ((*GENERATE, "--temperature", "nan"), USAGE, "temperature must be >= 0"),
     "top-p beyond one": ((*GENERATE, "--top-p", "1.5"), USAGE, "top_p must be in (0, 1], found 1.5"),
+    "a seed beyond every generator": (
+        (*GENERATE, "--do-sample", "--seed", "99999999999999999999999"),
+        USAGE,
+        "seed must be at least -2**63 and below 2**64, found 99999999999999999999999",
+    ),
     "no new tokens": ((*GENERATE, "--max-new-tokens", "0"), USAGE, "max_new_tokens must be at least 1, found 0"),
     "empty stop string": ((*GENERATE, "--stop-strings", ""), USAGE, "a stop string must not be empty"),
     "mixture without routers": ((*GENERATE, "--method", "mod"), FAILED, "vivace train mod --model"),
@@ -464,3 +474,18 @@ def test_a_process_ends_the_same_way(place: Path, name: str) -> None:
     assert complaint in done.stderr
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1)
     assert files(place) == before
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_bytes_on_standard_input_that_are_no_text_are_one_line(place: Path, errors: str) -> None:
+    """How a process reads such bytes depends on the locale; what is said of them does not."""
+    code = f"import sys; sys.stdin.reconfigure(encoding='utf-8', errors={errors!r}); {MAIN}"
+    done = process(place, "--quiet", "generate", "--model", "tiny", "-", code=code, stdin=b"bad \xff byte")
+    assert r"error: the text is not valid Unicode: there is '\udcff' after '<|user|>bad '" in done.stderr
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (USAGE, "", 1)
+    lines = b"bad \xff byte\n/\xff\nHi\n"
+    words = ("chat", "--model", "tiny", "--max-new-tokens", "4")
+    done = process(place, *words, code=code, stdin=lines)
+    assert done.returncode == 0
+    assert done.stderr.count("that line is not valid Unicode; nothing was sent") == 2
+    assert done.stderr.count("4 tokens") == 1, "the next line is answered"

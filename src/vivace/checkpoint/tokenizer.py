@@ -13,12 +13,16 @@ from typing import Any, cast
 from vivace.checkpoint.files import resolve
 from vivace.checkpoint.generation import load_eos_ids
 from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError, UnsupportedError
+from vivace.prompts import is_unicode
 
 Messages = Sequence[Mapping[str, str]]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_WAIT = 16
 """Number of tokens after which bytes that have not become a character are shown as they are."""
+
+_END_OF_IDS = 2**32
+"""The tokenizers library cannot be asked for ids from here on."""
 
 
 class Tokenizer:
@@ -48,7 +52,14 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text, with the tokenizer's own leading and trailing tokens unless ``special`` is
         off. A text may be longer than the model reads: whoever hands it to the model compares lengths.
+
+        Raises:
+            ConfigError: the text has a lone surrogate; the message says where.
         """
+        if not is_unicode(text):
+            place = next(place for place, letter in enumerate(text) if not is_unicode(letter))
+            before = f" after {text[max(0, place - 20) : place]!r}" if place else ""
+            raise ConfigError(f"the text is not valid Unicode: there is {text[place]!r}{before}; take it out")
         return list(self.inner.encode(text, add_special_tokens=special, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -114,7 +125,7 @@ class Tokenizer:
         """
         for place, index in enumerate(ids):
             if not 0 <= index < num_tokens:
-                piece = self.inner.convert_ids_to_tokens(index) if index >= 0 else ""
+                piece = self.inner.convert_ids_to_tokens(index) if 0 <= index < _END_OF_IDS else ""
                 spelt = f" ({piece!r})" if piece else ""
                 raise ConfigError(
                     f"token {place + 1} of the prompt is {index}{spelt}; this model has tokens 0 to {num_tokens - 1}"

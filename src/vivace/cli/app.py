@@ -6,6 +6,7 @@ Exit status: 0 for success, 1 for a failure, 2 for a request that cannot be fulf
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -86,7 +87,13 @@ def _root(
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and end the process with its exit status."""
+    """Run the command line and end the process with its exit status.
+
+    Bytes of standard input that are no text become lone surrogates, as they do on the command line, so that a
+    conversation goes on behind the line that has them.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):  # None where it is closed
+        sys.stdin.reconfigure(errors="surrogateescape")
     sys.exit(run(sys.argv[1:] if args is None else args))
 
 

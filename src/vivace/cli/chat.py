@@ -12,6 +12,7 @@ from vivace.cli.console import console
 from vivace.cli.generate import show
 from vivace.cli.loading import open_engine
 from vivace.errors import CapacityError
+from vivace.prompts import is_unicode
 
 HELP = "/reset starts over, /exit ends (or Ctrl-D)"
 ENDS = ("/exit", "/quit", "/bye")
@@ -52,7 +53,9 @@ def chat(
     while (line := _read_line()) is not None:
         if line in ENDS:
             break
-        if line == "/reset":
+        if not is_unicode(line):
+            console.note("that line is not valid Unicode; nothing was sent")
+        elif line == "/reset":
             conversation.reset()
             console.note("started over")
         elif line.startswith("/"):

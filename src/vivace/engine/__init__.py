@@ -14,7 +14,7 @@ from vivace.answer import Chunk as Chunk
 from vivace.answer import Result as Result
 from vivace.engine.engine import EXACT_ROWS as EXACT_ROWS
 from vivace.engine.engine import Engine as Engine
-from vivace.engine.engine import Prompt as Prompt
 from vivace.engine.opening import SHIPPED as SHIPPED
 from vivace.engine.opening import load as load
+from vivace.engine.prompts import Prompt as Prompt
 from vivace.options import Options as Options

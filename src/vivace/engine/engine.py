@@ -27,6 +27,7 @@ from vivace.decode.prefill import Prefill
 from vivace.decode.prefix import PrefixCache
 from vivace.decode.request import Lead, Request, StopRule
 from vivace.decode.session import Session
+from vivace.engine.prompts import Prompt, as_ids, as_prompt, as_prompts
 from vivace.engine.sources import SourceChoice
 from vivace.errors import CapacityError, ConfigError, UnsupportedError
 from vivace.kernels.choice import KernelChoice
@@ -38,9 +39,6 @@ from vivace.prefill.choice import Prefills
 from vivace.storage.loading import Storage
 from vivace.storage.prompt_cache.cache import MAX_BYTES, PromptCache, facts_of
 from vivace.units import parse_bytes
-
-Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]
-"""Text, which becomes one user message unless ``raw``, or a list of messages."""
 
 EXACT_ROWS = 64
 """Number of rows of every decoding pass in exact mode, enough for drafts of up to 63 tokens."""
@@ -197,17 +195,18 @@ class Engine:
         """Answer prompts in batches; keyword arguments are the fields of ``Options``.
 
         Args:
-            prompts: one prompt or several; a prompt is text, a list of messages, or a list of token ids.
+            prompts: one prompt or several; a prompt is text, a list of messages, or a list or array of token
+                ids.
             options: see ``Options``.
 
         Returns:
             One result per prompt, in order.
 
         Raises:
-            ConfigError: an option is unknown or out of range, or a prompt is empty.
+            ConfigError: an option is unknown or out of range, or a prompt is empty or no prompt.
             CapacityError: a prompt and its answer do not fit the model's context.
         """
-        chosen, asked = Options.of(options), _as_list(prompts)
+        chosen, asked = Options.of(options), as_prompts(prompts)
         requests = [self.request(prompt, each) for prompt, each in zip(asked, chosen.apart(len(asked)), strict=True)]
         if not requests:
             return []
@@ -241,12 +240,21 @@ class Engine:
         Args:
             token_ids: texts of one length.
             adapter: name of a LoRA that all of them wear; None is the model as it is, with the LoRA that recovers it.
+
+        Raises:
+            ConfigError: there are no tokens, or foreign ones, or the texts differ in their lengths.
+            CapacityError: the texts are longer than the model's context.
+            UnsupportedError: the model is an encoder-decoder.
         """
         if self.model.encoder is not None:
             raise UnsupportedError("logits of a text depend on its source in an encoder-decoder model; use generate")
-        ids = torch.as_tensor(token_ids, dtype=torch.int64, device=self.model.device)
-        if ids.dim() != 2:
-            raise ConfigError(f"token_ids must be (batch, length), found {list(ids.shape)}")
+        ids, config = as_ids(token_ids).to(self.model.device), self.model.config
+        for row in ids.tolist():
+            self.tokenizer.check_ids(row, config.vocab_size)
+        if ids.shape[1] > config.max_positions:
+            raise CapacityError(
+                f"the text has {ids.shape[1]} tokens; the context of this model holds {config.max_positions}"
+            )
         step = Step.dense(*ids.shape, device=ids.device)
         if (worn := self.adapters.worn(adapter)) is not None:
             step = replace(step, deltas=(worn.bank.deltas(torch.zeros_like(step.slot)),))
@@ -257,11 +265,12 @@ class Engine:
         """Return a prompt in tokens together with everything needed to decode it.
 
         Raises:
-            ConfigError: the prompt is empty or a value is out of range.
+            ConfigError: the prompt is empty or no prompt, or a value is out of range.
             CapacityError: prompt and answer do not fit the model's context.
             UnsupportedError: the prompt is a text or messages, and the checkpoint has no tokenizer.
         """
-        if prompt and not isinstance(prompt, str) and isinstance(prompt[0], Mapping):
+        prompt = as_prompt(prompt)
+        if prompt and isinstance(prompt[0], Mapping):
             prompt = with_material(cast("Sequence[Mapping[str, str]]", prompt), self.tokenizer)
         return self.request_for(self.tokenizer.encode_prompt(prompt, raw=options.raw) if prompt else (), options)
 
@@ -378,12 +387,3 @@ class Engine:
     def sampling(self, options: Options) -> Sampling:
         """Return the sampling settings of the options, or else of the checkpoint; see ``Options.sampling``."""
         return options.sampling(self.defaults)
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list of prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if len(prompts) > 0 and isinstance(prompts[0], (Mapping, int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]

@@ -106,6 +106,17 @@ def load_text(path: str | Path) -> str:
         raise CorruptError(f"{source} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
+def is_unicode(text: str) -> bool:
+    """Return whether a text has no lone surrogates. Python reads bytes that are not UTF-8 as such on the command line,
+    and JSON can spell them; no tokenizer takes them.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def save_prompts(path: str | Path, prompts: Iterable[Prompt]) -> int:
     """Write a prompt file completely, or leave the previous one as it was.
 
