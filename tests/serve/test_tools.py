@@ -14,7 +14,10 @@ from openai import OpenAI
 import vivace
 from tests.serve.conftest import Running, local
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.engine import Engine
+from vivace.decode.request import Emitted
+from vivace.decode.stats import DecodeStats
+from vivace.engine import Engine, Options
+from vivace.serve.choice import Choice
 from vivace.serve.config import ServeConfig
 from vivace.serve.grammar import binds_within
 from vivace.serve.grammars import Grammars
@@ -131,6 +134,22 @@ def test_answers_of_tools_are_told_as_values(server: Running) -> None:
 def test_a_call_that_is_cut_off_says_length(client: OpenAI) -> None:
     reply = ask(client, tool_choice={"type": "function", "function": {"name": "look"}}, max_tokens=45).choices[0]
     assert reply.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ('<tool_call>{"name": "look", "arguments": {"size": "small"}}</tool_call> So END', "tool_calls"),
+        ('<tool_call>{"name": "look", "arguments": {"size": "END', "stop"),
+        ("Nothing END", "stop"),
+    ],
+)
+def test_a_call_that_a_stop_text_cuts_is_none_to_be_made(engine: Engine, answer: str, reason: str) -> None:
+    request = engine.request("a", Options(stop_strings="END", method="plain"))
+    choice = Choice(0, request, engine.tokenizer, "plain", reader=ToolReader(HERMES))
+    tokens = tuple(engine.tokenizer.encode(answer))
+    choice.take(Emitted(0, tokens, None, "stop", DecodeStats()))
+    assert choice.reason == reason
 
 
 def test_a_model_without_tools_says_so(tmp_path: Path) -> None:

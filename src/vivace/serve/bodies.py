@@ -268,7 +268,8 @@ class GenerationBody(Body):
             for name in [name for name, is_asked in asked.items() if is_asked]:
                 raise ValueError(f"{name} has an effect only with stream")
         if self.is_bound:
-            for name in [name for name in ("ignore_eos", "min_tokens") if getattr(self, name)]:
+            ends = ("ignore_eos", "min_tokens", "stop", "stop_token_ids")
+            for name in [name for name in ends if getattr(self, name)]:
                 raise ValueError(f"{name} excludes a schema: an answer that is bound to one ends where the schema does")
         return self
 

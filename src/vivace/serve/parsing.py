@@ -305,7 +305,7 @@ class RequestParser:
             top_k=max(body.top_k, 0) if body.top_k is not None else None,
             min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,
-            stop_strings=body.stops if body.stop is not None else None,
+            stop_strings=body.stops if body.is_bound or body.stop is not None else None,
             ignore_eos=body.ignore_eos,
             logprobs=wants_logprobs,
             method="plain",
