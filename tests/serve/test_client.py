@@ -133,6 +133,8 @@ def test_offsets_hold_where_tokens_break_characters(client: OpenAI) -> None:
 def test_echo_scores_the_prompt(client: OpenAI, engine: Engine) -> None:
     prompt = "Describe: name[Cotto], food[English]"
     reply = client.completions.create(model="tiny", prompt=prompt, max_tokens=0, echo=True, logprobs=2)
+    measured = (reply.model_extra or {})["metrics"]
+    assert (measured["time_to_first_token_ms"], measured["generation_time_ms"]) == (None, 0), "nothing was written"
     tokens = engine.tokenizer.encode(prompt)
     expected = engine.logits([tokens])[0, :-1].log_softmax(-1).gather(1, _column(tokens[1:]))[:, 0].tolist()
     found = reply.choices[0].logprobs
