@@ -361,6 +361,6 @@ class RequestParser:
 def _beams(body: GenerationBody) -> dict[str, Any]:
     """Return the options of a search, or that there is none where tokens are drawn."""
     if not isinstance(body, CompletionBody) or not body.use_beam_search:
-        return {"num_beams": 1} if body.temperature or body.n > 1 else {}
+        return {"num_beams": 1} if body.draw_fields or body.n > 1 else {}
     asked = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
     return {"num_beams": body.num_beams, "num_return_sequences": body.n, **asked}

@@ -15,6 +15,13 @@ from vivace.serve.long_text import LONG, decode_apart, encode_apart
 
 Unread = str | list[int]
 """A prompt that may still have to be tokenized."""
+SET_BY: Mapping[str, str] = {
+    "messages": "messages",
+    "tools": "tools",
+    "add_generation_prompt": "continue_final_message",
+    "continue_final_message": "continue_final_message",
+}
+"""By value that a chat template is given for every conversation: the field of a body that sets it."""
 
 
 class Prompts:
@@ -139,8 +146,14 @@ class Prompts:
             raise too_long(f"{param} has {len(text)} characters, at least {least} tokens", self._max_model_len, param)
 
     def _check_template(self, template: Mapping[str, Any], body: ChatBody) -> None:
+        for name in [name for name in body.chat_template_kwargs if name in SET_BY]:
+            raise APIError(
+                400,
+                f"chat_template_kwargs cannot set {name!r}; use the field {SET_BY[name]!r}",
+                param="chat_template_kwargs",
+            )
         for name in template:
-            if name not in self._template_words or name in ("messages", "add_generation_prompt"):
+            if name not in self._template_words:
                 param = "tools" if name == "tools" and body.tools else "chat_template_kwargs"
                 raise APIError(
                     400,
