@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from typing import cast
 
 import openai
 import pytest
 from llguidance.hf import from_tokenizer
 from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.serve.conftest import Running
 from vivace.engine import Engine
@@ -128,6 +130,16 @@ def test_offsets_hold_where_tokens_break_characters(client: OpenAI) -> None:
         for token, at in zip(tokens, offsets, strict=True):
             if "\N{REPLACEMENT CHARACTER}" not in token and not token.startswith("<|"):
                 assert text.startswith(token, at), (token, at)
+
+
+def test_an_answer_can_be_sent_back_as_it_came(client: OpenAI) -> None:
+    """With all fields of the client's own message, most of which are null or empty."""
+    question: ChatCompletionMessageParam = {"role": "user", "content": "a"}
+    message = client.chat.completions.create(model="tiny", messages=[question], max_tokens=3).choices[0].message
+    empty = {"refusal": None, "audio": None, "function_call": None, "tool_calls": [], "annotations": [], "name": ""}
+    for sent in (message, message.model_dump(), {**message.model_dump(), **empty}):
+        turns = cast("list[ChatCompletionMessageParam]", [question, sent, question])
+        assert client.chat.completions.create(model="tiny", messages=turns, max_tokens=3).choices
 
 
 def test_echo_scores_the_prompt(client: OpenAI, engine: Engine) -> None:

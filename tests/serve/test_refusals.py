@@ -107,6 +107,12 @@ def test_limits(locked: Reached) -> None:
         ({**CHAT, "min_tokens": 9}, "min_tokens", "more than max_tokens, 2"),
         ({**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", ""),
         ({**CHAT, "messages": [{"role": "user", "content": "\ud800"}]}, None, "Unicode"),
+        ({**CHAT, "messages": [{"role": "user", "contnet": "a"}]}, "messages.0.contnet", "did you mean 'content'"),
+        ({**CHAT, "messages": [{"role": "user", "content": "a", "name": "Ann"}]}, "messages.0.name",
+         "does not read 'name'; leave it out"),
+        ({**CHAT, "messages": [{"role": "user", "content": "a", "weight": 0}]}, "messages.0.weight", "leave it out"),
+        ({**CHAT, "messages": [{"role": "untrusted", "content": "a", "tool_calls": [{}]}]}, "messages.0.tool_calls",
+         "only content"),
         ({**CHAT, "cache_salt": "\ud800"}, None, "Unicode"),
     ],
 )  # fmt: skip

@@ -128,7 +128,7 @@ class TextPart(StrictModel):
 
 
 class Message(StrictModel):
-    """One turn of a conversation; its further fields are passed to the chat template."""
+    """One turn of a conversation; the chat template has to read its further fields (``message_fields.py``)."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
