@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,7 +94,8 @@ def test_a_decoders_texts_and_a_plain_request_beside_them(describing: tuple[Engi
         ({"best_of": 3}, "number of beams"),
         ({**ASKED, "n": 5}, "at least 5"),
         ({**ASKED, "logprobs": 1}, "logprobs is about single texts"),
-        ({**ASKED, "temperature": 0.7}, "sampling"),
+        ({**ASKED, "temperature": 0.7}, "temperature draws tokens, and use_beam_search"),
+        ({**ASKED, "top_p": 0.9}, "top_p draws tokens, and use_beam_search"),
         ({**ASKED, "best_of": 65}, "best_of"),
         ({**ASKED, "method": "lookup"}, "method is about single texts"),
     ],
@@ -113,6 +116,19 @@ def test_an_encoder_refuses_what_it_has_no_use_for(translating: Local) -> None:
     chat = {"messages": [{"role": "user", "content": "a"}]}
     assert translating.http().post("/v1/chat/completions", json=chat).status_code == 400
     assert translating.http().post("/v1/chat/completions", json={**chat, "use_beam_search": True}).status_code == 400
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 1}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"n": 2}])
+def test_what_is_drawn_is_not_searched_for(folder: Path, tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Even where the checkpoint searches for texts of requests that say nothing."""
+    shutil.copytree(folder / "tiny", tmp_path / "searching")
+    (tmp_path / "searching" / "generation_config.json").write_text(json.dumps({"num_beams": 3}))
+    with local(vivace.load(tmp_path / "searching"), ServeConfig()) as reached, reached.http() as http:
+        scores = [
+            "score" in http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3, **more}).json()["choices"][0]
+            for more in ({}, fields)
+        ]
+    assert scores == [True, False]
 
 
 def test_choices_share_what_no_beam_can_change(translator: Engine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import httpx2
 import pytest
 import torch
 
+import vivace
+from tests.serve.conftest import local
 from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from vivace.engine import Engine
 from vivace.serve.api_error import APIError
+from vivace.serve.config import ServeConfig
 from vivace.serve.grammar import Binding, Bound, binds_within
 from vivace.serve.grammars import Grammars
 from vivace.serve.tool_format import HERMES, rest_grammar
@@ -44,12 +48,14 @@ def post(http: httpx2.Client, **fields: Any) -> Any:
     return http.post("/v1/chat/completions", json={**CHAT, **fields})
 
 
-@pytest.mark.parametrize("more", [{"ignore_eos": True}, {"min_tokens": 100}])
+@pytest.mark.parametrize(
+    "more", [{"ignore_eos": True}, {"min_tokens": 100}, {"stop": "name"}, {"stop": ["x"]}, {"stop_token_ids": [40]}]
+)
 @pytest.mark.parametrize(
     "binding",
     [schema(CLOSED), {"response_format": {"type": "json_object"}}, {"tools": [CALL], "tool_choice": "required"}],
 )
-def test_what_goes_on_behind_the_grammar_is_refused(
+def test_what_ends_an_answer_elsewhere_than_the_grammar_is_refused(
     http: httpx2.Client, binding: dict[str, Any], more: dict[str, Any]
 ) -> None:
     reply = post(http, **binding, **more)
@@ -58,10 +64,18 @@ def test_what_goes_on_behind_the_grammar_is_refused(
     assert "ends where" in reply.json()["error"]["message"]
 
 
+def test_stop_texts_of_the_checkpoint_do_not_cut_what_is_bound(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "tiny", tmp_path / "stops")
+    (tmp_path / "stops" / "generation_config.json").write_text(json.dumps({"stop_strings": ["size"]}))
+    with local(vivace.load(tmp_path / "stops"), ServeConfig()) as reached, reached.http() as http:
+        choice = post(http, **schema(CLOSED)).json()["choices"][0]
+    assert (json.loads(choice["message"]["content"]), choice["finish_reason"]) == ({"size": "small"}, "stop")
+
+
 def test_neutral_values_bind_nothing(http: httpx2.Client) -> None:
     plain = {"response_format": {"type": "text"}, "ignore_eos": True, "max_tokens": 3}
     assert post(http, **plain).status_code == 200
-    assert post(http, **schema(CLOSED), ignore_eos=False, min_tokens=0).status_code == 200
+    assert post(http, **schema(CLOSED), ignore_eos=False, min_tokens=0, stop=[], stop_token_ids=[]).status_code == 200
     free = {"tools": [CALL], "tool_choice": "auto", "min_tokens": 2, "max_tokens": 3}
     assert post(http, **free).status_code == 200
 

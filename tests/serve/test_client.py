@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from typing import cast
 
 import openai
 import pytest
 from llguidance.hf import from_tokenizer
 from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.serve.conftest import Running
 from vivace.engine import Engine
@@ -130,9 +132,21 @@ def test_offsets_hold_where_tokens_break_characters(client: OpenAI) -> None:
                 assert text.startswith(token, at), (token, at)
 
 
+def test_an_answer_can_be_sent_back_as_it_came(client: OpenAI) -> None:
+    """With all fields of the client's own message, most of which are null or empty."""
+    question: ChatCompletionMessageParam = {"role": "user", "content": "a"}
+    message = client.chat.completions.create(model="tiny", messages=[question], max_tokens=3).choices[0].message
+    empty = {"refusal": None, "audio": None, "function_call": None, "tool_calls": [], "annotations": [], "name": ""}
+    for sent in (message, message.model_dump(), {**message.model_dump(), **empty}):
+        turns = cast("list[ChatCompletionMessageParam]", [question, sent, question])
+        assert client.chat.completions.create(model="tiny", messages=turns, max_tokens=3).choices
+
+
 def test_echo_scores_the_prompt(client: OpenAI, engine: Engine) -> None:
     prompt = "Describe: name[Cotto], food[English]"
     reply = client.completions.create(model="tiny", prompt=prompt, max_tokens=0, echo=True, logprobs=2)
+    measured = (reply.model_extra or {})["metrics"]
+    assert (measured["time_to_first_token_ms"], measured["generation_time_ms"]) == (None, 0), "nothing was written"
     tokens = engine.tokenizer.encode(prompt)
     expected = engine.logits([tokens])[0, :-1].log_softmax(-1).gather(1, _column(tokens[1:]))[:, 0].tolist()
     found = reply.choices[0].logprobs

@@ -56,6 +56,8 @@ def test_a_server_that_waits_is_alive_and_ready(watched: Local, http: httpx2.Cli
     time.sleep(2 * STALL_S)  # longer than a step may take: resting is not hanging
     for path in ("/health", "/health/live", "/health/ready"):
         assert (http.get(path).status_code, http.get(path).json()) == (200, {"status": "ok"})
+        assert (http.head(path).status_code, http.head(path).content) == (200, b"")
+        assert http.head(path).headers["Content-Length"] == http.get(path).headers["Content-Length"]
     assert counted(http, "vivace_worker_busy_seconds") == 0
 
 
@@ -73,6 +75,7 @@ def test_a_worker_that_hangs_is_told(watched: Local, http: httpx2.Client, monkey
         for path in ("/health", "/health/live", "/health/ready"):
             reply = http.get(path)
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "stalled")
+            assert (http.head(path).status_code, http.head(path).content) == (503, b"")
     finally:
         goes_on.set()
     watched.wait_idle()

@@ -52,6 +52,33 @@ def test_answers_are_divided(name: str, size: int) -> None:
     assert [delta["index"] for delta in deltas if "id" in delta] == list(range(len(calls)))
 
 
+CUT = '<tool_call>{"name": "f", "arguments": {"a": "b'
+
+
+@pytest.mark.parametrize(
+    ("form", "answer", "is_cut"),
+    [
+        (HERMES, "text alone", False),
+        (HERMES, '<tool_call>{"name": "f", "arguments": ', False),  # no call is known yet: it is text
+        (HERMES, CUT, True),
+        (HERMES, f"<tool_call>\n{CALL}\n</tool_call>\n{CUT}", True),
+        (HERMES, f"<tool_call>\n{CALL}", False),
+        (HERMES, f"<tool_call>\n{CALL}\n</tool_call> So.", False),
+        (MISTRAL, f"[TOOL_CALLS][{CALL}, {CALL[:-2]}", True),
+        (MISTRAL, f"[TOOL_CALLS][{CALL}, {CALL}", False),
+        (LLAMA, BARE[:-2], True),
+        (LLAMA, BARE[:-1], False),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 1000])
+def test_arguments_that_were_cut_are_noticed(form: ToolFormat, answer: str, is_cut: bool, size: int) -> None:
+    reader = ToolReader(form)
+    for at in range(0, len(answer), size):
+        reader.push(answer[at : at + size])
+    reader.push("", is_last=True)
+    assert reader.is_cut is is_cut
+
+
 def test_arguments_come_while_they_are_written() -> None:
     reader = ToolReader(HERMES)
     assert not reader.push('<tool_call>\n{"name": "f", "argu').deltas

@@ -14,7 +14,10 @@ from openai import OpenAI
 import vivace
 from tests.serve.conftest import Running, local
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.engine import Engine
+from vivace.decode.request import Emitted
+from vivace.decode.stats import DecodeStats
+from vivace.engine import Engine, Options
+from vivace.serve.choice import Choice
 from vivace.serve.config import ServeConfig
 from vivace.serve.grammar import binds_within
 from vivace.serve.grammars import Grammars
@@ -128,9 +131,75 @@ def test_answers_of_tools_are_told_as_values(server: Running) -> None:
         assert reply.status_code == 200
 
 
+def told(text: str, number: int, **fields: Any) -> dict[str, Any]:
+    """The answer of a tool to one of the calls of ``asked``."""
+    return {"role": "tool", "tool_call_id": f"call_{number}", "content": text, **fields}
+
+
+def asked(*names: str) -> list[dict[str, Any]]:
+    """A conversation in which the model has called these functions."""
+    calls = [
+        {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for number, name in enumerate(names)
+    ]
+    return [*MESSAGES, {"role": "assistant", "tool_calls": calls}]
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [told("look", 0), told("wait", 1)],
+        [told("look", 0, name="look"), told("wait", 1, name="wait")],
+        [told("look", 0), {"role": "user", "content": "And?"}, *asked("wait"), told("wait", 0)],
+    ],
+)
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+def test_answers_in_the_order_of_their_calls_need_no_names(server: Running, path: str, answers: Any) -> None:
+    body = {"messages": [*asked("look", "wait"), *answers]}
+    with server.http() as http:
+        assert http.post(path, json=body | ({"max_tokens": 1} if "chat" in path else {})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("answers", "field", "says"),
+    [
+        ([told("wait", 1), told("look", 0)], "2.tool_call_id", "in the same order"),
+        ([told("look", 0), told("look", 0)], "3.tool_call_id", "in the same order"),
+        ([told("look", 0), told("wait", 1), told("more", 2)], "4.tool_call_id", "in the same order"),
+        ([told("look", 0, name="wait")], "2.name", "does not read 'name'; leave it out"),
+        ([told("look", 0, status="ok")], "2.status", "does not read 'status'; leave it out"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
+def test_answers_that_the_prompt_would_not_tell_apart_are_refused(
+    server: Running, path: str, answers: Any, field: str, says: str
+) -> None:
+    with server.http() as http:
+        reply = http.post(path, json={"messages": [*asked("look", "wait"), *answers]})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"] == f"messages.{field}"
+    assert says in reply.json()["error"]["message"]
+
+
 def test_a_call_that_is_cut_off_says_length(client: OpenAI) -> None:
     reply = ask(client, tool_choice={"type": "function", "function": {"name": "look"}}, max_tokens=45).choices[0]
     assert reply.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ('<tool_call>{"name": "look", "arguments": {"size": "small"}}</tool_call> So END', "tool_calls"),
+        ('<tool_call>{"name": "look", "arguments": {"size": "END', "stop"),
+        ("Nothing END", "stop"),
+    ],
+)
+def test_a_call_that_a_stop_text_cuts_is_none_to_be_made(engine: Engine, answer: str, reason: str) -> None:
+    request = engine.request("a", Options(stop_strings="END", method="plain"))
+    choice = Choice(0, request, engine.tokenizer, "plain", reader=ToolReader(HERMES))
+    tokens = tuple(engine.tokenizer.encode(answer))
+    choice.take(Emitted(0, tokens, None, "stop", DecodeStats()))
+    assert choice.reason == reason
 
 
 def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
@@ -141,3 +210,19 @@ def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
     ):
         ask(reached.client())
     assert caught.value.param == "tools"
+
+
+def test_a_template_says_which_fields_have_an_effect(tmp_path: Path) -> None:
+    """One that reads neither calls nor names, and then one that reads names."""
+    bodies: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": "a", "name": "Ann"}]},
+        {"messages": asked("look")},
+    ]
+    folder = make_checkpoint(tmp_path / "bare")
+    refused: list[list[str | None]] = []
+    for template in ("{{ messages[-1].content }}", "{{ messages[-1].name }}: {{ messages[-1].content }}"):
+        (folder / "chat_template.jinja").write_text(template)
+        with local(vivace.load(folder), ServeConfig()) as reached, reached.http() as http:
+            replies = [http.post("/v1/chat/completions", json={**body, "max_tokens": 1}).json() for body in bodies]
+        refused.append([reply.get("error", {}).get("param") for reply in replies])
+    assert refused == [["messages.0.name", "messages.1.tool_calls"], [None, "messages.1.tool_calls"]]

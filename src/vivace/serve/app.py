@@ -383,13 +383,16 @@ def _other_routes(app: FastAPI, server: Server) -> None:
         found = server.catalog.find(name)
         return next(card for card in server.catalog.cards(server.max_model_len) if card["id"] == found)
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=_UNHEALTHY)
+    @app.head("/health/ready", include_in_schema=False)
     @app.get("/health/ready", responses=_UNHEALTHY)
     async def ready() -> dict[str, str]:
         """Answer 200 when requests are taken, 503 while the server starts, stops or hangs."""
         check_ready(server.worker, server.config.stall_timeout_s)
         return {"status": "ok"}
 
+    @app.head("/health/live", include_in_schema=False)
     @app.get("/health/live", responses=_UNHEALTHY)
     async def live() -> dict[str, str]:
         """Answer 200, or 503 when only a restart helps."""

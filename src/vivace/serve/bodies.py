@@ -79,8 +79,10 @@ class ResponseFormat(StrictModel):
 
     @model_validator(mode="after")
     def _complete(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with type 'json_schema', and only with it")
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("type 'json_schema' needs the field json_schema")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise ValueError("json_schema has an effect only with type 'json_schema'")
         return self
 
 
@@ -126,7 +128,7 @@ class TextPart(StrictModel):
 
 
 class Message(StrictModel):
-    """One turn of a conversation; its further fields are passed to the chat template."""
+    """One turn of a conversation; the chat template has to read its further fields (``message_fields.py``)."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -268,7 +270,8 @@ class GenerationBody(Body):
             for name in [name for name, is_asked in asked.items() if is_asked]:
                 raise ValueError(f"{name} has an effect only with stream")
         if self.is_bound:
-            for name in [name for name in ("ignore_eos", "min_tokens") if getattr(self, name)]:
+            ends = ("ignore_eos", "min_tokens", "stop", "stop_token_ids")
+            for name in [name for name in ends if getattr(self, name)]:
                 raise ValueError(f"{name} excludes a schema: an answer that is bound to one ends where the schema does")
         return self
 
@@ -276,6 +279,12 @@ class GenerationBody(Body):
     def is_bound(self) -> bool:
         """Return whether the whole answer has to fit a grammar."""
         return self.response_format is not None and self.response_format.type != "text"
+
+    @property
+    def draw_fields(self) -> list[str]:
+        """Names of the given fields because of which tokens are drawn; none where the likeliest are taken."""
+        names = ("temperature", "top_p", "top_k", "min_p")
+        return [] if self.temperature == 0 else [name for name in names if getattr(self, name) is not None]
 
     @property
     def num_texts(self) -> int:
@@ -406,6 +415,8 @@ class CompletionBody(GenerationBody):
             return self
         if self.num_beams < max(2, self.n):
             raise ValueError(f"beam search for {self.n} choices needs best_of of at least {max(2, self.n)}")
+        for name in self.draw_fields:
+            raise ValueError(f"{name} draws tokens, and use_beam_search takes the likeliest texts; leave out one")
         asked = ("logprobs", "method", "num_draft_tokens", "quality")
         wrong = [name for name in asked if getattr(self, name) is not None]
         wrong += ["return_trace"] * self.return_trace + ["response_format"] * self.is_bound

@@ -87,10 +87,9 @@ class Choice:
 
     @property
     def reason(self) -> str | None:
-        """Return why the answer ended, in OpenAI's words."""
-        return (
-            "tool_calls" if self.reader and self.reader.calls and self.finish_reason == "stop" else self.finish_reason
-        )
+        """Return why the answer ended, in OpenAI's words: calls are to be made only when the last of them is whole."""
+        has_calls = self.reader is not None and self.reader.calls and not self.reader.is_cut
+        return "tool_calls" if has_calls and self.finish_reason == "stop" else self.finish_reason
 
     def take(self, emitted: Emitted) -> NewTokens:
         """Add the tokens of a step; return what will not change any more."""

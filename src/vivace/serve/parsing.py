@@ -305,7 +305,7 @@ class RequestParser:
             top_k=max(body.top_k, 0) if body.top_k is not None else None,
             min_p=body.min_p,
             repetition_penalty=body.repetition_penalty,
-            stop_strings=body.stops if body.stop is not None else None,
+            stop_strings=body.stops if body.is_bound or body.stop is not None else None,
             ignore_eos=body.ignore_eos,
             logprobs=wants_logprobs,
             method="plain",
@@ -361,6 +361,6 @@ class RequestParser:
 def _beams(body: GenerationBody) -> dict[str, Any]:
     """Return the options of a search, or that there is none where tokens are drawn."""
     if not isinstance(body, CompletionBody) or not body.use_beam_search:
-        return {"num_beams": 1} if body.temperature or body.n > 1 else {}
+        return {"num_beams": 1} if body.draw_fields or body.n > 1 else {}
     asked = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
     return {"num_beams": body.num_beams, "num_return_sequences": body.n, **asked}

@@ -7,14 +7,22 @@ from typing import Any
 
 from vivace.adapters.guard.untrusted import has_untrusted, with_material
 from vivace.checkpoint.token_length import longest_token
-from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.engine import Engine
 from vivace.serve.api_error import APIError
 from vivace.serve.bodies import ChatBody, CompletionBody, Message
+from vivace.serve.chat_template import message_fields, parsed, template_words
 from vivace.serve.long_text import LONG, decode_apart, encode_apart
+from vivace.serve.message_fields import check_fields
 
 Unread = str | list[int]
 """A prompt that may still have to be tokenized."""
+SET_BY: Mapping[str, str] = {
+    "messages": "messages",
+    "tools": "tools",
+    "add_generation_prompt": "continue_final_message",
+    "continue_final_message": "continue_final_message",
+}
+"""By value that a chat template is given for every conversation: the field of a body that sets it."""
 
 
 class Prompts:
@@ -32,7 +40,8 @@ class Prompts:
         self._max_model_len = max_model_len
         self._max_sequences = max_sequences
         self._longest_token = longest_token(engine.tokenizer)
-        self._template_words = template_words(engine.tokenizer)
+        template = parsed(engine.tokenizer)
+        self._template_words, self._message_fields = template_words(template), message_fields(template)
 
     def of_chat(self, body: ChatBody) -> list[Unread]:
         """Return the text of a conversation.
@@ -77,7 +86,13 @@ class Prompts:
         add_generation_prompt: bool = True,
         template: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt that the chat template makes of messages."""
+        """Return the prompt that the chat template makes of messages.
+
+        Raises:
+            UsageError: there is no template, it rejects the messages, or does not read one of their fields.
+        """
+        if self._engine.tokenizer.has_template:
+            check_fields(messages, self._message_fields)
         values: Any = [message.template_values() for message in messages]
         if has_untrusted(values):
             values = with_material(values, self._engine.tokenizer)
@@ -139,8 +154,14 @@ class Prompts:
             raise too_long(f"{param} has {len(text)} characters, at least {least} tokens", self._max_model_len, param)
 
     def _check_template(self, template: Mapping[str, Any], body: ChatBody) -> None:
+        for name in [name for name in body.chat_template_kwargs if name in SET_BY]:
+            raise APIError(
+                400,
+                f"chat_template_kwargs cannot set {name!r}; use the field {SET_BY[name]!r}",
+                param="chat_template_kwargs",
+            )
         for name in template:
-            if name not in self._template_words or name in ("messages", "add_generation_prompt"):
+            if name not in self._template_words:
                 param = "tools" if name == "tools" and body.tools else "chat_template_kwargs"
                 raise APIError(
                     400,
@@ -157,18 +178,3 @@ def too_long(found: str, max_model_len: int, param: str) -> APIError:
         param=param,
         code="context_length_exceeded",
     )
-
-
-def template_words(tokenizer: Tokenizer) -> frozenset[str]:
-    """Return the names of the values that a chat template uses."""
-    import jinja2
-    from jinja2 import meta
-
-    template = tokenizer.inner.chat_template
-    if not isinstance(template, str):
-        return frozenset()
-    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-    try:
-        return frozenset(meta.find_undeclared_variables(environment.parse(template)))
-    except jinja2.TemplateSyntaxError:  # transformers has tags of its own; what cannot be read is not promised
-        return frozenset()

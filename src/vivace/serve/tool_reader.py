@@ -63,6 +63,11 @@ class ToolReader:
         self._state: Callable[[bool], bool] = self._say if form.tag else self._begin
         self._read = Read()
 
+    @property
+    def is_cut(self) -> bool:
+        """Return whether the arguments of the last call have not come to their end."""
+        return self._state == self._arguments
+
     def push(self, text: str, *, is_last: bool = False) -> Read:
         """Read more of the answer; return what will not change any more."""
         self._read = Read()

@@ -36,14 +36,15 @@ def metrics(choices: Sequence[Choice], arrived_at: float, queue_s: float) -> dic
         arrived_at: when the request came, on the monotonic clock.
         queue_s: how long it waited for a slot.
     """
-    first = min((choice.first_at for choice in choices), default=arrived_at)
-    last = max((choice.last_at for choice in choices), default=arrived_at)
+    begun = [choice for choice in choices if choice.first_at]
+    first = min((choice.first_at for choice in begun), default=arrived_at)
+    last = max((choice.last_at for choice in begun), default=arrived_at)
     num_tokens = sum(len(choice.tokens) for choice in choices)
     # tokens that came with the first block take no time after it
     behind = max(0, num_tokens - sum(choice.stats.num_first_tokens for choice in choices if choice.stats))
     rate = behind / (last - first) if last > first else 0.0
     return {
-        "time_to_first_token_ms": 1e3 * (first - arrived_at),
+        "time_to_first_token_ms": 1e3 * (first - arrived_at) if begun else None,
         "generation_time_ms": 1e3 * (last - first),
         "queue_time_ms": 1e3 * queue_s,
         "mean_itl_ms": 1e3 / rate if rate else None,
