@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -144,20 +145,23 @@ class Drawing:
 
 
 @contextmanager
-def with_a_run_behind(load: Callable[[bool], Engine], before: Callable[[Engine], None] | None) -> Iterator[Engine]:
+def with_a_run_behind(
+    load: Callable[..., Engine], earlier: Path | None, answer: Callable[[Engine, Sequence[Prompt]], None]
+) -> Iterator[Engine]:
     """Give an engine whose ``auto`` remembers what another one measured, or nothing, and leave no trace of either.
 
     Args:
-        load: loads the engine, given whether it remembers.
-        before: lets the first engine answer something; None is no earlier run.
+        load: loads an engine, given whether it remembers.
+        earlier: prompts of the run before; None is no such run.
+        answer: lets the first engine answer them.
     """
     known = os.environ.get("VIVACE_CACHE_DIR")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["VIVACE_CACHE_DIR"] = folder
         try:
-            if before is not None:
-                before(load(True))
-            yield load(before is not None)
+            if earlier is not None:
+                answer(load(remember=True), load_prompts(earlier))
+            yield load(remember=earlier is not None)
         finally:
             if known is None:
                 del os.environ["VIVACE_CACHE_DIR"]
@@ -294,13 +298,8 @@ def main() -> None:
     kinds = {
         json.loads((folder / "config.json").read_text(encoding="utf-8"))["kind"]: folder for folder in asked.adapter
     }
-
-    def load(remember: bool) -> Engine:
-        return vivace.load(asked.model, adapters=kinds, kernels=asked.kernels, remember=remember)
-
-    earlier = None if asked.earlier is None else load_prompts(asked.earlier)
-    before = None if earlier is None else (lambda engine: answer_before(engine, earlier, asked))
-    with with_a_run_behind(load, before) as engine:
+    load = partial(vivace.load, asked.model, adapters=kinds, kernels=asked.kernels)
+    with with_a_run_behind(load, asked.earlier, partial(answer_before, asked=asked)) as engine:
         report = measure(engine, load_prompts(asked.prompts), asked)
     print(means(report))
     if asked.json is not None:
@@ -308,7 +307,7 @@ def main() -> None:
             kind: json.loads((folder / "config.json").read_text(encoding="utf-8")) for kind, folder in kinds.items()
         }
         written = {"provenance": origin, "kernels": engine.kernels.name, "threads": torch.get_num_threads()}
-        written |= {"tokens": asked.max_new_tokens, "remembered": earlier is not None}
+        written |= {"tokens": asked.max_new_tokens, "remembered": asked.earlier is not None}
         written |= {"model": asked.model.name, "adapters": {kind: plan["plan"] for kind, plan in plans.items()}}
         write_report(asked.json, {**written, "report": report})
 

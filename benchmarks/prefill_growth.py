@@ -22,10 +22,11 @@ import vivace
 from benchmarks import captions
 from benchmarks.exit_plots import _axes, _plain_settings, _save
 from benchmarks.plots import COLOURS
+from benchmarks.prefill_quality import half_of
 from benchmarks.result_files import NO_RUN, write_report
 from tools.blocks import table
 from vivace.engine import Engine
-from vivace.evaluate.long_prompts import LONG_TASKS, Layout, read_rows
+from vivace.evaluate.long_prompts import LONG_TASKS, Layout
 from vivace.evaluate.provenance import provenance
 
 STEPS = 32
@@ -38,7 +39,7 @@ def measure(engine: Engine, source: Path, documents: int, count: int, keep: str)
     """Return by pruning point the mean share of prompt tokens that are computed behind it after each step."""
     from random import Random
 
-    rows, draws, layout = read_rows(source)[1::2], Random(7), Layout(documents=documents)
+    rows, draws, layout = half_of(source, "B"), Random(7), Layout(documents=documents)
     shares: dict[int, list[list[float]]] = {}
     for number in range(count):
         prompt = engine.tokenizer.encode_prompt(LONG_TASKS["multidoc"](rows, number, layout, draws).request, raw=False)

@@ -49,6 +49,11 @@ PREFIX_BYTES = "512MiB"
 """For what was read of the documents of one lot."""
 
 
+def half_of(source: Path, half: str) -> list[Mapping[str, Any]]:
+    """Return the even rows of a public file, which are half A, or the odd ones, half B."""
+    return read_rows(source)["AB".index(half) :: 2]
+
+
 @dataclass(frozen=True)
 class QuestionSet:
     """Questions of one kind."""
@@ -68,7 +73,7 @@ class QuestionSet:
 
     def questions(self, half: str, seed: int) -> list[Prompt]:
         """Return questions of a half of the rows, in an order that is drawn."""
-        rows = read_rows(self.source)["AB".index(half) :: 2]
+        rows = half_of(self.source, half)
         draws, layout = Random(seed), Layout(documents=self.documents)
         places = draws.sample(range(len(rows)), min(self.count, len(rows)))
         return [LONG_TASKS[self.task](rows, place, layout, draws) for place in places]
@@ -76,7 +81,7 @@ class QuestionSet:
     def about_the_same(self, half: str, seed: int) -> list[Prompt]:
         """Return questions about lots of documents, one about each document of a lot, in an order that is drawn."""
         assert self.task == "multidoc", "the other tasks have one question about a text"
-        rows, draws, asked = read_rows(self.source)["AB".index(half) :: 2], Random(seed), list[Prompt]()
+        rows, draws, asked = half_of(self.source, half), Random(seed), list[Prompt]()
         places = draws.sample(range(len(rows)), len(rows))
         for first in range(0, len(places) - self.documents + 1, self.documents):
             lot = [rows[place] for place in places[first : first + self.documents]]

@@ -19,7 +19,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from vivace.evaluate.long_prompts import about_documents, read_rows
+from benchmarks.prefill_quality import half_of
+from vivace.evaluate.long_prompts import about_documents, question_of
 
 DOCUMENTS = (2, 3, 4, 5, 6, 8)
 """Documents of a conversation, drawn alike."""
@@ -40,10 +41,8 @@ def conversations(rows: Sequence[Mapping[str, Any]], draws: Random) -> Iterator[
         lot, order = order[:count], order[count:]
         turns = list[dict[str, str]]()
         for row in draws.sample(lot, len(lot)):
-            asked = about_documents([each["ctxs"][0] for each in lot], row).request
-            assert isinstance(asked, str)
-            if turns:
-                asked = asked[asked.rindex("\nQuestion: ") + 1 :]  # the documents stand in the first turn
+            first = about_documents([each["ctxs"][0] for each in lot], row).request
+            asked = question_of(row) if turns else str(first)
             turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": row["answers"][0]}]
         yield turns
 
@@ -54,7 +53,7 @@ def main() -> None:
     parser.add_argument("source", type=Path, help="a public file of questions, as `vivace data multidoc` takes it")
     parser.add_argument("output", type=Path)
     asked = parser.parse_args()
-    rows, draws = read_rows(asked.source)[::2], Random(0)
+    rows, draws = half_of(asked.source, "A"), Random(0)
     written = [{"messages": turns} for _ in range(TIMES) for turns in conversations(rows, draws)]
     asked.output.write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
     print(f"{len(written)} conversations about {len(rows)} documents, {TIMES} times each")

@@ -18,6 +18,7 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,18 +130,13 @@ def main() -> None:
     torch.set_num_threads(asked.threads)
     origin = asdict(provenance(torch.device("cpu")))
     adapters = {} if asked.adapter is None else {"quantized": asked.adapter}
-
-    def load(remember: bool) -> Engine:
-        return vivace.load(asked.model, adapters=adapters, kernels=asked.kernels, remember=remember)
-
-    earlier = None if asked.earlier is None else load_prompts(asked.earlier)
-    before = None if earlier is None else (lambda engine: answer_before(engine, earlier, asked))
-    with with_a_run_behind(load, before) as engine:
+    load = partial(vivace.load, asked.model, adapters=adapters, kernels=asked.kernels)
+    with with_a_run_behind(load, asked.earlier, partial(answer_before, asked=asked)) as engine:
         report = measure(engine, load_prompts(asked.file), asked)
     if asked.json is not None:
         written = {"provenance": origin, "kernels": engine.kernels.name, "tokens": asked.tokens}
         written |= {"model": asked.model.name, "top_p": TOP_P, "repeats": asked.repeats}
-        written |= {"remembered": earlier is not None, "report": report}
+        written |= {"remembered": asked.earlier is not None, "report": report}
         write_report(asked.json, written)
 
 

@@ -47,6 +47,13 @@ OF_MIXTURES = ("foresight",)
 """Methods that need a mixture of experts."""
 QUICK = ("plain", "multirate", "multistream", "eagle")
 """Methods whose drafts are made in different ways, and which are enough where all of them take long."""
+NOT_QUICK = pytest.mark.slow_where(lambda method, **_: method not in QUICK)
+
+
+def not_quick_on_pytorch(dtype: str) -> pytest.MarkDecorator:
+    """The others are slow in float32, the parameter of this name: their sessions are those of bfloat16."""
+    return pytest.mark.slow_where(lambda method, **others: others[dtype] == "float32" and method not in QUICK)
+
 
 _STREAMS = MultistreamConfig(streams=3, insertion_layer=3, rank=4, bottleneck=8, feedback=True)
 _GATES = DynamicConfig(GatesConfig((GateConfig(2), GateConfig(4)), rank=2, bottleneck=4), RouterConfig(latent=4))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import vivace
-from tests.every_method import QUICK, load_for, make_model
+from tests.every_method import load_for, make_model, not_quick_on_pytorch
 from vivace.decode.plain import NoDrafts
 from vivace.decode.prefix import CHUNK as CHUNK_OF_ENGINES
 from vivace.decode.prefix import PrefixCache
@@ -84,7 +84,7 @@ def reader(request: pytest.FixtureRequest, place: Path) -> Callable[[str], Reade
     return get
 
 
-@pytest.mark.slow_where(lambda method, reader, **_: reader == "float32" and method not in QUICK)
+@not_quick_on_pytorch("reader")
 @pytest.mark.parametrize(
     ("reader", "kind"),
     [("bfloat16", "greedy"), *((dtype, kind) for dtype in DTYPES for kind in ("greedy, guesses shown", "sampled"))],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import vivace
 from tests.decode.failing import Failing, Outcome, Plan, bars_from, outcomes
-from tests.every_method import QUICK, load_for
+from tests.every_method import load_for, not_quick_on_pytorch
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.core.step import Step
 from vivace.decode.request import Request
@@ -22,9 +22,6 @@ from vivace.errors import DecodingError, NoTokenError
 from vivace.methods.table import METHODS
 
 PROMPTS = ("Describe: name[Cotto]", "food[English], area[city centre]", "a b a b a b a b", "near[Cafe Rouge]")
-NOT_QUICK_ON_PYTORCH = pytest.mark.slow_where(
-    lambda method, engines: engines == "float32" and method not in QUICK  # the sessions are those of bfloat16
-)
 TIMED = ("auto", "auto+")
 """Methods whose drafts depend on the clock."""
 Engines = Callable[[str], Engine]
@@ -58,7 +55,7 @@ def run(engine: Engine, asked: list[Request]) -> list[Outcome]:
     return outcomes(engine.session(asked, Options()), asked)
 
 
-@NOT_QUICK_ON_PYTORCH
+@not_quick_on_pytorch("engines")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_pass_that_failed_is_made_again_as_if_it_had_not(engines: Engines, method: str) -> None:
     engine = engines(method)
@@ -75,7 +72,7 @@ def test_a_pass_that_failed_is_made_again_as_if_it_had_not(engines: Engines, met
             assert found == expected
 
 
-@NOT_QUICK_ON_PYTORCH
+@not_quick_on_pytorch("engines")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_text_that_nothing_may_follow_breaks_off_where_it_does_without_drafts(engines: Engines, method: str) -> None:
     """Drafts look beyond that place and may not say so."""

@@ -15,7 +15,7 @@ import vivace
 from tests.core import decoders
 from tests.core.foreign_device import FOREIGN, copied, foreign_device
 from tests.decode.runs import finish
-from tests.every_method import QUICK, make_model
+from tests.every_method import NOT_QUICK, make_model
 from tests.objectives.case import BATCH
 from tests.objectives.test_objectives import CASES
 from vivace.checkpoint.load import choose_device
@@ -87,7 +87,7 @@ def test_a_tensor_of_the_cpu_is_found() -> None:
         torch.zeros(2, device=FOREIGN) + torch.ones(2)
 
 
-@pytest.mark.slow_where(lambda method: method not in QUICK)
+@NOT_QUICK
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method(folder: Path, method: str) -> None:
     same_on_both(folder, method, lambda e: texts(e, method, **GREEDY) + texts(e, method, **SAMPLED))
@@ -116,7 +116,7 @@ def test_trees(folder: Path, method: str) -> None:
     same_on_both(folder, method, run)
 
 
-@pytest.mark.slow_where(lambda method: method not in QUICK)
+@NOT_QUICK
 @pytest.mark.parametrize("method", ["multirate", "eagle", "medusa"])
 def test_behind_a_cached_prompt(folder: Path, method: str) -> None:
     def run(engine: Engine) -> list[tuple[int, ...]]:

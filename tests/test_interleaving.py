@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import vivace
-from tests.every_method import QUICK, load_for, make_model
+from tests.every_method import NOT_QUICK, load_for, make_model, not_quick_on_pytorch
 from vivace.core.layers import Linear
 from vivace.core.model import Layer
 from vivace.core.step import Step
@@ -39,9 +39,6 @@ COUNTED = (
 GUESSING = [name for name, method in METHODS.items() if method.lossless and name not in ("auto", "plain", "foresight")]
 
 DTYPES = ("float32", "bfloat16")
-NOT_QUICK_ON_PYTORCH = pytest.mark.slow_where(
-    lambda method, opened, **_: opened == "float32" and method not in QUICK  # the sessions are those of bfloat16
-)
 Opened = Callable[[str], Engine]
 Alone = Callable[..., "Answer"]
 
@@ -139,7 +136,7 @@ def by_turns(*running: Iterator[Answer]) -> list[Answer]:
     return [answers[place] for place in range(len(running))]
 
 
-@NOT_QUICK_ON_PYTORCH
+@not_quick_on_pytorch("opened")
 @pytest.mark.parametrize(
     ("opened", "kind"),
     [("bfloat16", "greedy"), *((dtype, kind) for dtype in DTYPES for kind in ("greedy, guesses shown", "sampled"))],
@@ -164,7 +161,7 @@ def test_two_streams_by_turns(opened: Opened, alone: Alone, method: str, kind: s
         assert sum(sum(answer.counts["accepted_per_position"]) for answer in wanted) > 0, "else there is little to see"
 
 
-@NOT_QUICK_ON_PYTORCH
+@not_quick_on_pytorch("opened")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_stream_beside_a_whole_call(opened: Opened, alone: Alone, method: str) -> None:
     """The call ends, and gives its slots back, in the middle of the stream."""
@@ -183,7 +180,7 @@ def test_a_stream_beside_a_whole_call(opened: Opened, alone: Alone, method: str)
         assert mine == yours
 
 
-@NOT_QUICK_ON_PYTORCH
+@not_quick_on_pytorch("opened")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_server_beside_other_calls(opened: Opened, alone: Alone, method: str) -> None:
     """Between two steps of a server's session the engine scores texts, and answers another one by the same method."""
@@ -221,7 +218,7 @@ def test_a_server_beside_other_calls(opened: Opened, alone: Alone, method: str) 
     assert answer == alone(PROMPTS[0], method=method)
 
 
-@pytest.mark.slow_where(lambda method: method not in QUICK)
+@NOT_QUICK
 @pytest.mark.parametrize("method", METHODS)
 def test_an_exact_stream_stays_exact(folder: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Every decoding call of the stream is padded, before and after a call of ``generate`` that is not."""

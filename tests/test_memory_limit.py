@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import vivace
-from tests.every_method import LAYERS, QUICK, load_for, make_model
+from tests.every_method import LAYERS, load_for, make_model, not_quick_on_pytorch
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.core.cache import KVCache
 from vivace.core.footprint import held_bytes
@@ -152,7 +152,7 @@ def test_what_a_drafter_alone_holds_goes_with_it(folder: Path, library: object) 
     assert engine.memory.held_bytes == before
 
 
-@pytest.mark.slow_where(lambda method, dtype: dtype == "float32" and method not in QUICK)
+@not_quick_on_pytorch("dtype")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_text_takes_more_than_it_was_promised(

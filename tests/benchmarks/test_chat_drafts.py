@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,10 @@ def test_auto_has_a_run_behind_it_where_one_is_named(tmp_path: Path, monkeypatch
     assert not Path(kept).exists()
 
 
-def test_the_engine_that_is_measured_reads_what_the_one_before_has_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_that_is_measured_reads_what_the_one_before_has_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_prompts(tmp_path / "before.jsonl", [Prompt("x")])
     monkeypatch.delenv("VIVACE_CACHE_DIR", raising=False)
     folders: list[tuple[bool, str]] = []
 
@@ -44,12 +48,17 @@ def test_the_engine_that_is_measured_reads_what_the_one_before_has_kept(monkeypa
         return object.__new__(Engine)
 
     answered: list[Engine] = []
-    with chat_drafts.with_a_run_behind(load, answered.append) as engine:
+
+    def answer(engine: Engine, rows: Sequence[Prompt]) -> None:
+        assert rows == [Prompt("x")]
+        answered.append(engine)
+
+    with chat_drafts.with_a_run_behind(load, tmp_path / "before.jsonl", answer) as engine:
         assert len(answered) == 1
         assert answered[0] is not engine
     (first, behind), (then, own) = folders
     assert (first, then, behind) == (True, True, own)
     assert not Path(own).exists()
     assert "VIVACE_CACHE_DIR" not in os.environ
-    with chat_drafts.with_a_run_behind(load, None):
+    with chat_drafts.with_a_run_behind(load, None, answer):
         assert not folders[-1][0]

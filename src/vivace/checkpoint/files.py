@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vivace.errors import CheckpointError, CorruptError, NotFoundError
+from vivace.errors import CheckpointError, ConfigError, CorruptError, NotFoundError
 from vivace.units import format_bytes
 
 WEIGHTS = "model.safetensors"
@@ -74,6 +74,21 @@ def resolve(path: str | Path) -> Path:
             f"there is no checkpoint directory {path}; give a folder, a .gguf file, or a name on the Hub (OWNER/NAME)"
         )
     return _from_hub(str(path))
+
+
+def require_other(out: str | Path, source: Path, other: str = "another folder for what comes of it") -> None:
+    """Refuse to write over the checkpoint that is read.
+
+    Args:
+        out: what is to be written.
+        source: folder or file of the checkpoint.
+        other: what to name instead.
+
+    Raises:
+        ConfigError: both are the same.
+    """
+    if Path(out).resolve() == source.resolve():
+        raise ConfigError(f"{out} is the model itself; name {other}")
 
 
 def _require_one_kind(folder: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.families import translate
-from vivace.checkpoint.files import INDEX, resolve, staged, tensor_paths
+from vivace.checkpoint.files import INDEX, require_other, resolve, staged, tensor_paths
 from vivace.checkpoint.load import load_decoder, put, read_config
 from vivace.checkpoint.save import forget_shards, write_decoder
 from vivace.core.config import ModelConfig, MoeConfig
@@ -64,8 +64,7 @@ def upcycle_checkpoint(
         raise ConfigError(
             f"a mixture needs 1 <= top_k < num_experts and noise >= 0, found {top_k}, {num_experts} and {noise:g}"
         )
-    if target.resolve() == folder.resolve():
-        raise ConfigError(f"{out} is the model itself; name another folder for the mixture")
+    require_other(out, folder, "another folder for the mixture")
     raw = _mixtral(read_config(folder, ignored), num_experts, top_k)
     dense = load_decoder(folder, device="cpu", ignored=ignored)
     mixture = upcycle(dense, num_experts, top_k, noise, seed)

@@ -35,7 +35,7 @@ from torch import Tensor
 from vivace.checkpoint.adapters import base_hash, load_adapter, write_adapter
 from vivace.checkpoint.draft_vocabulary import FILE as VOCABULARY
 from vivace.checkpoint.draft_vocabulary import has_vocabulary
-from vivace.checkpoint.files import INDEX, OWN_DRAFT, read_json, resolve, staged, tensor_paths
+from vivace.checkpoint.files import INDEX, OWN_DRAFT, read_json, require_other, resolve, staged, tensor_paths
 from vivace.checkpoint.load import load_decoder, put, read_config
 from vivace.checkpoint.save import forget_shards, write_decoder
 from vivace.core.config import ModelConfig
@@ -81,8 +81,7 @@ def widen_checkpoint(
     folder = resolve(source)
     if factor < 2:
         raise ConfigError(f"the factor must be at least 2, found {factor}")
-    if Path(out).resolve() == folder.resolve():
-        raise ConfigError(f"{out} is the model itself; name another folder for its twin")
+    require_other(out, folder, "another folder for its twin")
     narrow = load_decoder(folder, device="cpu", ignored=ignored, reads_sources=True)
     wide = widen(narrow, factor)
     raw = read_config(folder, ignored)

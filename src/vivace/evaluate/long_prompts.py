@@ -62,9 +62,13 @@ def _multidoc(rows: Sequence[Row], number: int, layout: Layout, draws: Random) -
 def about_documents(documents: Sequence[Mapping[str, str]], row: Row) -> Prompt:
     """Return the question of a row about documents, of which one is its own."""
     listed = [f"Document {at} ({each['title']}): {each['text']}" for at, each in enumerate(documents, 1)]
-    text = "\n".join(["Here are some documents.", *listed, "", f"Question: {row['question']}?"])
-    text += "\nAnswer the question in a few words, from the documents."
+    text = "\n".join(["Here are some documents.", *listed, "", question_of(row)])
     return Prompt(text, tuple(row["answers"]), "multidoc")
+
+
+def question_of(row: Row) -> str:
+    """Return how a row asks about documents that stand before it."""
+    return f"Question: {row['question']}?\nAnswer the question in a few words, from the documents."
 
 
 def _kv(rows: Sequence[Row], number: int, layout: Layout, draws: Random) -> Prompt:

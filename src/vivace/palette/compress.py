@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.files import WEIGHTS, Tensors, staged, write_tensors
+from vivace.checkpoint.files import WEIGHTS, Tensors, require_other, staged, write_tensors
 from vivace.checkpoint.load import OpenCheckpoint, load_decoder, open_checkpoint
 from vivace.checkpoint.names import Target
 from vivace.checkpoint.quantized.palette import CONFIG, WIDTHS, tensors_of
@@ -137,8 +137,7 @@ def compress(
     """
     if texts is None and (reason := config.needs_text) is not None:
         raise ConfigError(f"{reason}; give --data FILE, prompts with references or plain text")
-    if out.resolve() == source.resolve():
-        raise ConfigError(f"{out} is the model itself; name another folder for what comes of it")
+    require_other(out, source)
     opened = open_checkpoint(source)
     model = load_decoder(source, dtype="float32")
     parts = matrices(model)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.files import Tensors, named_file, resolve
+from vivace.checkpoint.files import Tensors, named_file, require_other, resolve
 from vivace.checkpoint.gguf.blocks import KINDS, Kind, find_kind
 from vivace.checkpoint.gguf.file import Entry, Value, write_gguf
 from vivace.checkpoint.gguf.names import gguf_names
@@ -29,7 +29,7 @@ from vivace.checkpoint.load import open_checkpoint, read_config
 from vivace.checkpoint.names import TensorPiece
 from vivace.core.config import ModelConfig, RopeConfig
 from vivace.core.rope import frequencies
-from vivace.errors import ConfigError, UnsupportedError
+from vivace.errors import UnsupportedError
 
 FAMILY = "llama"
 """``model_type`` of the checkpoints that can be written."""
@@ -69,13 +69,13 @@ def write_checkpoint(
         ConfigError: there is no such format, or ``out`` is the checkpoint itself.
         CheckpointError: the checkpoint is missing or broken, or the disk is full; ``out`` is left as it was.
     """
-    if Path(out).resolve() == Path(named_file(resolve(source))).resolve():
-        raise ConfigError(f"{out} is the model itself; name another file for what comes of it")
-    family = read_config(resolve(source), ignored).get("model_type")
+    folder = resolve(source)
+    require_other(out, Path(named_file(folder)), "another file for what comes of it")
+    family = read_config(folder, ignored).get("model_type")
     if family != FAMILY:
         raise UnsupportedError(f"only {FAMILY} checkpoints can be written as GGUF; this one is {family}")
-    opened = open_checkpoint(source, ignored=ignored)
-    folder, config, stored, plan = opened.folder, opened.config, opened.stored, opened.plan
+    opened = open_checkpoint(folder, ignored=ignored)
+    config, stored, plan = opened.config, opened.stored, opened.plan
     _require_plain(config)
     chosen = find_kind(_stored_kind(stored, plan["embedding"].pieces[0]) if kind == "auto" else kind)
     words = tokenizer_keys(folder, config.vocab_size) if tokenizer else None
