@@ -11,6 +11,7 @@ from benchmarks.result_files import tables_of
 from tools.blocks import table
 
 HEADINGS = ("prompt tokens", "prefill", "first token", "speed-up", "layer passes", "predicted")
+ANSWER_HEADINGS = ("time predicted", "whole answer", "speed-up", "tokens/s behind it")
 
 
 def tables(folder: Path) -> str:
@@ -20,6 +21,7 @@ def tables(folder: Path) -> str:
 
 def _tables(written: Mapping[str, Any]) -> list[str]:
     setting = written["setting"]
+    has_answers = "new_tokens" in setting  # older files know first tokens only
     rows = [
         (
             f"{row['num_tokens']:,}",
@@ -28,11 +30,21 @@ def _tables(written: Mapping[str, Any]) -> list[str]:
             f"{row['speedup']:.2f}x",
             f"{row['measured_share']:.1%}",
             f"{row['predicted_share']:.1%}",
+            *(_answer(row) if has_answers else ()),
         )
         for row in written["rows"]
     ]
+    answers = f", answers of {setting['new_tokens']} tokens" if has_answers else ""
+    keep = f", `--keep {setting['keep']}`" if setting["keep"] is not None else ""
     caption = (
         f"{captions.heading(written['provenance'], setting['kernels'])}{captions.others(setting)}; "
-        f"{setting['model']}, {setting['dtype']}, median of {setting['repeats']}, ways in turns."
+        f"{setting['model']}, {setting['dtype']}{keep}, median of {setting['repeats']}, ways in turns{answers}."
     )
-    return [caption, table(HEADINGS, rows)]
+    return [caption, table((*HEADINGS, *(ANSWER_HEADINGS if has_answers else ())), rows)]
+
+
+def _answer(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cells of the whole answer, and of the time that was predicted."""
+    predicted, answer, rate = row["predicted_s"], row["answer_s"], row["decode_tokens_per_s"]
+    beside = "" if predicted is None else f"{predicted / row['first_token_s'] - 1:+.0%}"
+    return beside, f"{answer * 1e3:,.0f} ms", f"{row['answer_speedup']:.2f}x", f"{rate:.0f}"

@@ -18,7 +18,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import vivace
@@ -30,6 +29,7 @@ from vivace.evaluate.benchmark import BenchmarkPrompt
 from vivace.evaluate.others import watched_others
 from vivace.evaluate.peers import HEAT_PROMPTS, peer_systems
 from vivace.evaluate.provenance import provenance
+from vivace.prefill.reading_time import ReadingTime
 
 NAMES = ("llama.cpp", "transformers")
 PEAK_SHAPES = ((1024, 1536, 1536), (2048, 2048, 2048), (256, 576, 3072))
@@ -86,10 +86,8 @@ def measure(engine: Engine, folder: Path, lengths: Sequence[int], compared: int,
                 times[name].append(seconds)
     by_length[compared] = times["vivace"]
     medians = {length: statistics.median(seconds) for length, seconds in by_length.items()}
-    sizes = np.array(sorted(medians), dtype=np.float64)
-    seconds = np.array([medians[int(size)] for size in sizes])
-    weighted = np.stack((sizes, sizes**2), 1) / seconds[:, None]
-    a, b = np.linalg.lstsq(weighted, np.ones(len(sizes)), rcond=None)[0]
+    fit = ReadingTime.fit(medians)
+    assert fit is not None, "one length is compared, and others are read beside it"
     peak = peak_flops()
     return {
         "compared": compared,
@@ -97,8 +95,8 @@ def measure(engine: Engine, folder: Path, lengths: Sequence[int], compared: int,
         "dtype": None if heat is None else heat.dtype,
         "by_length": {str(length): value for length, value in by_length.items()},
         "peak_flops": peak,
-        "matrices_share_of_peak": matrix_flops(engine) / a / peak,
-        "attention_share": {str(int(size)): float(b * size / (a + b * size)) for size in sizes},
+        "matrices_share_of_peak": matrix_flops(engine) / fit.by_token / peak,
+        "attention_share": {str(length): fit.square_share(length) for length in sorted(medians)},
     }
 
 

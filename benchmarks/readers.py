@@ -1,13 +1,16 @@
-"""Conversations about documents, from which a LoRA learns to answer in a few words: ``python -m benchmarks.readers``.
+"""What a model and its scores learn to read long prompts from: ``python -m benchmarks.readers talks|lessons OUT ...``.
 
 A small chat model answers hardly any question about twenty documents, with any way of reading them, so that a pruned
-prompt has no score to lose (``prefill_quality.py``). This writes what a LoRA of the same model learns to read from: a
-few documents, and one question after the other about them, each with its answer. Documents and questions are of half A
+prompt has no score to lose (``prefill_quality.py``). ``talks`` writes what a LoRA of the same model learns to answer
+from: a few documents, and one question after the other about them, each with its answer. ``lessons`` writes prompts
+from which ``vivace train lazy`` learns, the kinds in turns, so that one score serves all of them. Both are of half A
 of the rows; what is reported is asked about half B.
 
-    python -m benchmarks.readers SRC OUT.jsonl
+    python -m benchmarks.readers talks OUT.jsonl SRC
     vivace train lora --model MODEL --data OUT.jsonl --out reader longest=1500 tokens_per_batch=1500 held_back=16
     vivace convert MERGED --model MODEL --merge reader
+    python -m benchmarks.readers lessons LESSONS.jsonl --set NAME=TASK:FILE:DOCUMENTS:COUNT ...
+    vivace train lazy --model MERGED --data LESSONS.jsonl
 """
 
 from __future__ import annotations
@@ -15,12 +18,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.prefill_quality import half_of
+from benchmarks.prefill_quality import QuestionSet, half_of
 from vivace.evaluate.long_prompts import about_documents, question_of
+from vivace.prompts import Prompt, save_prompts
 
 DOCUMENTS = (2, 3, 4, 5, 6, 8)
 """Documents of a conversation, drawn alike."""
@@ -47,12 +52,26 @@ def conversations(rows: Sequence[Mapping[str, Any]], draws: Random) -> Iterator[
         yield turns
 
 
+def lessons(sets: Sequence[QuestionSet]) -> list[Prompt]:
+    """Return questions of half A, those of the sets in turns as long as each has some."""
+    rounds = zip_longest(*(each.questions("A", seed=7) for each in sets))
+    return [question for question in chain.from_iterable(rounds) if question is not None]
+
+
 def main() -> None:
-    """Write the conversations."""
+    """Write one of the two."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", type=Path, help="a public file of questions, as `vivace data multidoc` takes it")
-    parser.add_argument("output", type=Path)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    talks = kinds.add_parser("talks", help="conversations for a LoRA")
+    talks.add_argument("output", type=Path)
+    talks.add_argument("source", type=Path, help="a public file of questions, as `vivace data multidoc` takes it")
+    taught = kinds.add_parser("lessons", help="prompts for the scores of `vivace train lazy`")
+    taught.add_argument("output", type=Path)
+    taught.add_argument("--set", action="append", required=True, dest="sets", type=QuestionSet.of)
     asked = parser.parse_args()
+    if asked.kind == "lessons":
+        print(f"{save_prompts(asked.output, lessons(asked.sets))} prompts of {len(asked.sets)} kinds")
+        return
     rows, draws = half_of(asked.source, "A"), Random(0)
     written = [{"messages": turns} for _ in range(TIMES) for turns in conversations(rows, draws)]
     asked.output.write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")

@@ -40,9 +40,26 @@ def test_every_question_is_asked_once_about_documents_that_stand_before_it() -> 
 def test_half_of_the_rows_is_never_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = tmp_path / "rows.jsonl", tmp_path / "talks.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows(20)))
-    monkeypatch.setattr(sys, "argv", ["readers", str(source), str(out)])
+    monkeypatch.setattr(sys, "argv", ["readers", "talks", str(out), str(source)])
     readers.main()
     text = out.read_text()
     for at in range(20):
         assert text.count(f"who is {at}?") == (0 if at % 2 else readers.TIMES)
     assert len(load_prompts(out)) == len(text.splitlines())
+
+
+def test_lessons_are_of_all_kinds_in_turns_and_of_half_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, texts, out = tmp_path / "rows.jsonl", tmp_path / "texts.jsonl", tmp_path / "lessons.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows(20)))
+    texts.write_text("".join(json.dumps({"context": f"text {at}?", "answer": f"a{at}"}) + "\n" for at in range(6)))
+    sets = (f"nq=multidoc:{source}:3:5", f"long=reading:{texts}:1:9")
+    monkeypatch.setattr(sys, "argv", ["readers", "lessons", str(out), *(f"--set={each}" for each in sets)])
+    readers.main()
+    written = load_prompts(out)
+    assert [prompt.task for prompt in written] == ["multidoc", "reading"] * 3 + ["multidoc"] * 2
+    assert sorted(p.references[0] for p in written if p.task == "reading") == ["a0", "a2", "a4"]
+    for prompt in written[::2][:3]:
+        assert str(prompt.request).count("Document ") == 3
+        assert not any(f"(T{at})" in str(prompt.request) for at in range(1, 20, 2))

@@ -221,9 +221,10 @@ def test_convert_writes_a_file_for_another_engine(cli: Cli, folder: Path, tmp_pa
 
 def test_bench_prefill_measures_what_the_schedule_predicts(cli: Cli, folder: Path) -> None:
     words = ("bench", "prefill", "--model", folder, "--lengths", "60,100", "--prefills", "full,lazy,random")
-    outcome = cli(*words, "--repeats", 2, "--json", "-")
+    outcome = cli(*words, "--repeats", 2, "--new-tokens", 5, "--json", "-")
     assert outcome.status == 0, outcome.err
     rows = outcome.json["rows"]
+    assert outcome.json["setting"]["new_tokens"] == 5
     assert [(row["num_tokens"], row["prefill"]) for row in rows] == [
         (length, name) for length in (60, 100) for name in ("full", "lazy", "random")
     ]
@@ -231,9 +232,18 @@ def test_bench_prefill_measures_what_the_schedule_predicts(cli: Cli, folder: Pat
         assert row["measured_share"] == pytest.approx(row["predicted_share"])
         assert len(row["seconds"]) == 2
         assert (row["measured_share"] < 1) == (row["prefill"] != "full")
-    table = cli(*words, "--keep", "0:0.3", "--prefills", "full,lexical", "--repeats", 1)
+        assert row["answer_s"] > row["first_token_s"]
+        rate = 4 / (row["answer_s"] - row["first_token_s"])
+        assert row["decode_tokens_per_s"] == pytest.approx(rate, rel=0.5)  # medians of different runs
+        if row["prefill"] == "full":
+            assert row["speedup"] == row["answer_speedup"] == 1
+            assert row["predicted_s"] == pytest.approx(row["first_token_s"])  # two lengths are fitted exactly
+        else:
+            assert row["predicted_s"] is not None
+    table = cli(*words, "--keep", "0:0.3", "--prefills", "full,lexical", "--repeats", 1, "--lengths", 60)
     assert table.status == 0, table.err
     assert "lexical" in table.out
+    assert "at least two lengths" in table.err
 
 
 def test_generate_says_how_the_prompt_was_read(cli: Cli, folder: Path) -> None:

@@ -30,6 +30,9 @@ def prefill(
     ] = "full,lazy",
     keep: options.Keep = None,
     prompts: Prompts = "e2e",
+    new_tokens: Annotated[
+        int, typer.Option(help="Tokens of an answer; the time of the whole answer is reported too.", min=2)
+    ] = 2,
     repeats: Annotated[int, typer.Option(help="Times every prompt is read in every way.", min=1)] = 3,
     load: options.LoadFlags,
     ranks: options.ParallelFlags,
@@ -37,7 +40,7 @@ def prefill(
         Path | None, typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT")
     ] = None,
 ) -> None:
-    """Measure the time to the first token: ways of reading take turns, and medians over the repeats are reported."""
+    """Measure the time to the first token and of the answer: ways of reading take turns, medians are reported."""
     sizes = _numbers(lengths)
     names = split_names(prefills)
     texts = [str(row.request) for row in read_prompts(prompts, None)]
@@ -45,7 +48,7 @@ def prefill(
     from vivace.checkpoint.files import named_file
     from vivace.evaluate.provenance import provenance
 
-    found, others = measure_first_tokens(engine, texts, sizes, names, keep, repeats)
+    found, others = measure_first_tokens(engine, texts, sizes, names, keep, repeats, new_tokens=new_tokens)
     report = {
         "provenance": asdict(provenance(engine.model.device)),
         "setting": {
@@ -53,6 +56,7 @@ def prefill(
             "kernels": engine.kernels.name,
             "dtype": str(engine.model.dtype).removeprefix("torch."),
             "keep": keep,
+            "new_tokens": new_tokens,
             "repeats": repeats,
             "others_cpu_share": others,
         },
@@ -61,21 +65,27 @@ def prefill(
     write_report(report, json_file)
     if str(json_file) == "-":
         return
-    columns = ["prompt", "prefill", "first token", "speed-up", "prompt tokens/s", "layer passes", "predicted"]
+    columns = ["prompt", "prefill", "first token", "predicted", "speed-up", "layer passes", "predicted"]
+    columns += ["whole answer", "speed-up", "tokens/s behind it"]
     rows = [
         [
             str(row.num_tokens),
             row.prefill,
             f"{row.first_token_s * 1e3:.1f} ms",
+            "" if row.predicted_s is None else f"{row.predicted_s * 1e3:.1f} ms",
             f"{row.speedup:.2f}x",
-            f"{row.num_tokens / row.first_token_s:.0f}",
             f"{row.measured_share:.1%}",
             f"{row.predicted_share:.1%}",
+            f"{row.answer_s * 1e3:.1f} ms",
+            f"{row.answer_speedup:.2f}x",
+            f"{row.decode_tokens_per_s:.1f}",
         ]
         for row in found
     ]
     console.table("", columns, rows)
     console.note("layer passes are those of the prompt, as a share of a full reading's; all but full is lossy")
+    if len(sizes) == 1:
+        console.note("times are predicted from full readings of at least two lengths; name another in --lengths")
 
 
 def _numbers(text: str) -> list[int]:
