@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vivace.errors import ConfigError
-from vivace.prefill.reading_time import ReadingTime
-from vivace.prefill.schedule import Schedule
 from vivace.prefill.table import find_prefill
 
 if TYPE_CHECKING:
     from vivace.decode.stats import DecodeStats
     from vivace.engine import Engine
+    from vivace.prefill.reading_time import ReadingTime
 
 SPACE = 8
 """Tokens of the context that are left for an answer whose length is not said."""
@@ -93,6 +92,7 @@ def measure_first_tokens(
         ConfigError: a way is unknown or "full" is missing, or a length cannot be.
     """
     from vivace.evaluate.others import watched_others
+    from vivace.prefill.reading_time import ReadingTime
 
     if "full" not in prefills:
         raise ConfigError(f"prefills {', '.join(prefills)}: full is the baseline of every figure; add it")
@@ -131,6 +131,8 @@ def _row(
     fit: ReadingTime | None,
 ) -> FirstToken:
     """Return the figures of one way and one length, beside full readings of that length."""
+    from vivace.prefill.schedule import Schedule
+
     spec, num_layers = find_prefill(name), engine.model.config.num_layers
     schedule = Schedule(()) if spec.keep is None else engine.prefills.schedule(spec, keep)
     first, answer = _median(measured, _first_token_s), _median(measured, _answer_s)
