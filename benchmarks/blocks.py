@@ -30,6 +30,7 @@ from typing import Any
 import httpx2
 import torch
 
+from benchmarks.result_files import write_report
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
@@ -84,8 +85,7 @@ def main() -> None:
     from vivace.evaluate.provenance import provenance
 
     found = {"provenance": asdict(provenance(torch.device("cpu"))), **measures[arguments.command]()}
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{arguments.command}.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_report(RESULTS / f"{arguments.command}.json", found)
     print(json.dumps({key: value for key, value in found.items() if key != "provenance"}, indent=1))
 
 

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from benchmarks import captions
+from benchmarks.result_files import write_report
 from tools.blocks import table
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.evaluate.provenance import provenance
-from vivace.files import write_text
 from vivace.kernels.choice import choose
 from vivace.storage.loading import load_stored
 from vivace.units import format_bytes
@@ -189,7 +189,7 @@ def main() -> None:
     for name in ("bf16", "int8", "q4", "llama.cpp"):
         rows[name] = run(given.folder, name, limit, given.tokens)
         if given.json is not None:  # after every row, so that a run that is cut keeps those it has
-            write_text(given.json, json.dumps(report, indent=2) + "\n")
+            write_report(given.json, report)
     print(json.dumps(rows, indent=1) if given.json is None else tables(given.json))
 
 

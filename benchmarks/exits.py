@@ -7,7 +7,6 @@ agreement target beside plain decoding) and draws ``velocity.svg`` and ``exits.s
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import vivace
 from benchmarks import exit_plots
 from benchmarks.exit_measures import RouterTrial, compare_routers, velocities
+from benchmarks.result_files import write_report
 from vivace.checkpoint.adapters import load_adapter
 from vivace.configuration import build
 from vivace.engine import Engine
@@ -102,8 +102,7 @@ def main() -> None:
     report["num_layers"] = engine.model.config.num_layers
     report["kernels"] = native.kernels.name
     report["decoding"] = decoding(native, held, given.repeats)
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "exits.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(given.out / "exits.json", report)
     exit_plots.draw(report, given.out)
 
 

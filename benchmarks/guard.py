@@ -25,6 +25,7 @@ from torch import Tensor
 
 import vivace
 from benchmarks.injections import DOCUMENTS, PATTERNS, TASK, attacks
+from benchmarks.result_files import write_report
 from vivace.adapters.guard.guard import TextGuard
 from vivace.adapters.guard.head import GuardHead, HeadConfig, HeadPlan
 from vivace.adapters.guard.rules import Rule, Rules
@@ -199,10 +200,10 @@ def main() -> None:
         if "scope" in parts and asked.data is not None:
             found["scope"] = scope(asked.model, asked.data, asked.rows)
     found |= {"model": asked.model.name, "cpu_share_of_others": others.cpu_share}
-    text = json.dumps({"provenance": asdict(provenance(torch.device("cpu"))), "guard": found}, indent=1)
-    print(text)
+    report = {"provenance": asdict(provenance(torch.device("cpu"))), "guard": found}
+    print(json.dumps(report, indent=1))
     if asked.json is not None:
-        asked.json.write_text(text + "\n", encoding="utf-8")
+        write_report(asked.json, report)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import vivace
+from benchmarks.result_files import write_report
 from vivace.engine import SHIPPED, Engine
 from vivace.evaluate.provenance import provenance
-from vivace.files import write_text
 from vivace.kernels.library import open_library, runnable
 from vivace.prompts import TASKS, packaged_prompts
 
@@ -89,7 +89,7 @@ def main(args: Sequence[str]) -> None:
         "setting": {"max_new_tokens": MAX_NEW_TOKENS, "margins": MARGINS},
         "methods": methods,
     }
-    write_text(target, json.dumps(report, indent=2) + "\n")
+    write_report(target, report)
 
 
 if __name__ == "__main__":

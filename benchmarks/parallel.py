@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.links import Network, measured_rate, network
+from benchmarks.result_files import write_report
 
 WAYS = "one,tensor,tensor:lowbit,sequence,sequence-causal,pipeline,runahead-even,runahead-model,runahead"
 
@@ -66,7 +67,7 @@ def main() -> None:
             report = measure(net, given.model, words, given.limit_s)
             facts = {"kind": net.kind, "mbit": mbit, "measured_mbit": rate * 8 / 1e6, "cpu_share": net.cpu_share}
             cells.append({"link": {**facts, "ranks": net.num_ranks}, **report})
-            given.out.write_text(json.dumps({"is_simulated": False, "cells": cells}, indent=2) + "\n")
+            write_report(given.out, {"is_simulated": False, "cells": cells})
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ def main() -> None:
         found = measure(engine, Path(asked.model), lengths, asked.compared, asked.repeats)
     print(json.dumps(found, indent=1))
     if asked.json is not None:
-        setting = {"model": Path(asked.model).name, "kernels": engine.kernels.name}
+        setting: dict[str, Any] = {"model": Path(asked.model).name, "kernels": engine.kernels.name}
         setting["others_cpu_share"] = others.cpu_share
         written = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "found": found}
         write_report(asked.json, written)

@@ -11,7 +11,6 @@ Files have ``is_simulated``, and what makes tables refuses to put them beside me
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.parallel_tables import cells_of
+from benchmarks.result_files import write_report
 from vivace.parallel import prediction
 from vivace.parallel.partition import Costs, balanced, even
 from vivace.parallel.prediction import ShareWork, punctual, sent_of_sum, staged_s
@@ -302,7 +302,7 @@ def main() -> None:
         "more_ranks": more_ranks(measured),
         "papers": papers(),
     }
-    given.out.write_text(json.dumps(found, indent=2) + "\n")
+    write_report(given.out, found)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ after a benchmark of plain decoding and the method. The speed-up predicted from 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import vivace
+from benchmarks.result_files import write_report
 from benchmarks.step_parts import host_seconds, measure_parts
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.engine import Engine, Options
@@ -108,7 +108,7 @@ def main() -> None:
             where = {"model": engine.folder.name, "prompts": Path(prompts).stem, "kernels": engine.kernels.name}
             report["rows"].append({**where, "num_prompts": len(asked), **found})
     if given.json:
-        given.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_report(given.json, report)
     print(table(report))
 
 

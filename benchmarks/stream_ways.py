@@ -16,6 +16,7 @@ from typing import Any
 import vivace
 from benchmarks import captions
 from benchmarks.decode_tables import interval
+from benchmarks.result_files import write_report
 from benchmarks.rivals import Named
 from tools.blocks import table
 from vivace.cli.prompting import questions_of, read_prompts
@@ -109,8 +110,7 @@ def main() -> None:
     given = parser.parse_args()
     more = {name: Path(folder) for name, _, folder in (each.partition("=") for each in given.more)}
     report = measure(given.tasks, given.limit, more)
-    given.json.parent.mkdir(parents=True, exist_ok=True)
-    given.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(given.json, report)
     print(tables(given.json))
 
 

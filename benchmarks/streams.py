@@ -9,7 +9,6 @@ Trained weights are kept in ``DIR/<variant>``; the same command continues where 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import vivace
 from benchmarks.plots import COLOURS
+from benchmarks.result_files import write_report
 from benchmarks.rivals import Named
 from vivace.checkpoint.adapters import load_adapter
 from vivace.cli.app import run
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     report = measure(given, train(given))
-    (given.out / "streams.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_report(given.out / "streams.json", report)
     (given.out / "streams.md").write_text(table(report) + "\n", encoding="utf-8")
     draw(report, given.out / "widths.svg")
     print(table(report))

@@ -25,6 +25,7 @@ import torch
 
 import vivace
 from benchmarks.adapters import make_loras
+from benchmarks.result_files import write_report
 from vivace.adapters.registry import Registry
 from vivace.decode.request import Emitted
 from vivace.engine import Engine, Options
@@ -190,10 +191,10 @@ def main() -> None:
     with watched_others() as others:
         found = measure(given.pop("model"), **given)
     found["cpu_share_of_others"] = others.cpu_share
-    text = json.dumps({"provenance": asdict(provenance(torch.device("cpu"))), "swapping": found}, indent=1)
-    print(text)
+    report = {"provenance": asdict(provenance(torch.device("cpu"))), "swapping": found}
+    print(json.dumps(report, indent=1))
     if target is not None:
-        target.write_text(text + "\n", encoding="utf-8")
+        write_report(target, report)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import captions, exit_plots
-from benchmarks.result_files import NO_RUN, read_named
+from benchmarks.result_files import NO_RUN, read_named, write_report
 from benchmarks.rivals import ADAPTERS, WHOLE, Named
 from benchmarks.rivals_table import ROUTERS
 from benchmarks.tradeoff_measures import Guessing, Point, Reading, costs, envelope, judge_texts, point
@@ -284,8 +284,7 @@ def main() -> None:
 
 def _finish(report: Mapping[str, Any], given: argparse.Namespace) -> None:
     if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_report(given.json, report)
     if given.picture:
         exit_plots.draw_tradeoff(report, given.picture)
     print(table(report))

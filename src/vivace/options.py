@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from vivace.core.sampling import Sampling
+from vivace.core.sampling import DRAWS, Sampling
 from vivace.decode.beams import BeamPlan, EarlyStopping
 from vivace.decode.session import Progress
 from vivace.errors import ConfigError, UnsupportedError, nearest, shown
@@ -18,8 +18,6 @@ DEFAULT_NEW_TOKENS = 256
 """Length limit of an answer if neither the caller nor the checkpoint sets one; less if the context ends earlier."""
 _SEARCHES_ONLY = ("length_penalty", "early_stopping", "num_return_sequences")
 """Options that have no effect without beams."""
-_SAMPLES_ONLY = ("temperature", "top_p", "top_k", "min_p")
-"""Options that have no effect on greedy decoding."""
 _ONE = ("num_return_sequences", 1)
 """What is returned in any case."""
 
@@ -220,7 +218,7 @@ class Options:
         Raises:
             ConfigError: such a setting was given together with ``do_sample=False``.
         """
-        asked = self.asked(_SAMPLES_ONLY)
+        asked = self.asked(DRAWS)
         if not asked or self.temperature == 0:
             return bool(self.do_sample)
         if self.do_sample is False:

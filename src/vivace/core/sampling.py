@@ -27,6 +27,8 @@ COMMON = 512
 """Number of tokens among which a nucleus is looked for first."""
 LARGEST = torch.finfo(torch.float32).max
 """Score at which larger ones saturate."""
+DRAWS = ("temperature", "top_p", "top_k", "min_p")
+"""Settings that have no effect where the likeliest token is taken."""
 PENALTIES = (2.0**-126, 2.0**126)
 """Repetition penalties beyond these change no score further: float32 has no normal numbers for them."""
 

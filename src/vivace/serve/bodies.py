@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from vivace.core.sampling import DRAWS
 from vivace.decode.beams import MAX_BEAMS
 from vivace.serve.foreign import without_neutral
 
@@ -283,8 +284,7 @@ class GenerationBody(Body):
     @property
     def draw_fields(self) -> list[str]:
         """Names of the given fields because of which tokens are drawn; none where the likeliest are taken."""
-        names = ("temperature", "top_p", "top_k", "min_p")
-        return [] if self.temperature == 0 else [name for name in names if getattr(self, name) is not None]
+        return [] if self.temperature == 0 else [name for name in DRAWS if getattr(self, name) is not None]
 
     @property
     def num_texts(self) -> int:
