@@ -80,17 +80,17 @@ def chain_hidden(decoder: Decoder, prompt: list[int], path: list[int]) -> tuple[
 
 
 def test_tree_nodes_are_chain_rows(decoder: Decoder) -> None:
-    """Every node of three slots' trees, then the accepted paths committed, then a row on top of them."""
+    """Every node of three slots' trees on the way to a leaf, then an accepted path of each, then a row on top of it."""
     prompts = {1: tokens(23, 1), 0: tokens(60, 2), 3: tokens(127, 3)}
     cache, _ = prefill(decoder, prompts, 4)
     draft = tree({slot: tokens(2, 20 + slot) for slot in prompts}, (3, 2, 1), seed=5)
     hidden = ascend(decoder, draft, cache)
     slots, kept = draft.slot.tolist(), {}
-    for row in range(len(draft.tokens)):
-        path = draft.path(row)
-        alone, _ = chain_hidden(decoder, prompts[slots[row]], draft.tokens[torch.tensor(path)].tolist())
-        assert torch.equal(hidden[torch.tensor(path)], alone), f"node {row}"
-        kept[slots[row]] = path  # the last node of each slot: a leaf whose entries are scattered
+    for leaf in sorted({*range(len(draft.tokens))} - {*draft.parent.tolist()}):
+        path = draft.path(leaf)
+        alone, _ = chain_hidden(decoder, prompts[slots[leaf]], draft.tokens[torch.tensor(path)].tolist())
+        assert torch.equal(hidden[torch.tensor(path)], alone), f"leaf {leaf}"
+        kept[slots[leaf]] = path  # the last of each slot, whose entries are scattered
     cache.commit(tuple(prompts), [draft.node[torch.tensor(kept[slot])].tolist() for slot in prompts])
     after = ascend(decoder, Draft.committed_only({slot: [7] for slot in prompts}), cache)
     for place, (slot, prompt) in enumerate(prompts.items()):
