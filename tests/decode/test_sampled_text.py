@@ -33,7 +33,7 @@ Models = Callable[..., Decoder]
 V = 7
 PROMPT = (3, 1, 4, 1, 5, 3, 1)
 LENGTH = 3
-COUNT = 1536
+COUNT = 1024
 FIRST_SEED = 100_000
 LIKELY, CERTAIN = 0.01, 1e-6
 SAMPLINGS = {
@@ -103,10 +103,12 @@ class SampledTree(Scripted):
         return draft
 
 
-def sampled_texts(model: Decoder, sampling: Sampling, drafter: Drafter, slots: int = 256) -> tuple[Tensor, float]:
+def sampled_texts(
+    model: Decoder, sampling: Sampling, drafter: Drafter, slots: int = 256, count: int = COUNT
+) -> tuple[Tensor, float]:
     """Counts (V, V, V) over seeds, and the share of guesses that were kept."""
     session = Session(model, num_slots=slots, capacity=16)
-    requests = [Request(PROMPT, LENGTH, drafter, sampling=sampling, seed=FIRST_SEED + i) for i in range(COUNT)]
+    requests = [Request(PROMPT, LENGTH, drafter, sampling=sampling, seed=FIRST_SEED + i) for i in range(count)]
     results = finish(session, requests)
     counts = torch.zeros(V, V, V)
     for result in results:
@@ -211,7 +213,7 @@ def test_an_unfiltered_claim_is_caught(models: Models) -> None:
     """Drawn after the request's processors, said to be drawn before them."""
     model, liar = target(models), SampledTree((1, 1), sharpness=2.0)
     liar.lies = True
-    counts, _ = sampled_texts(model, SAMPLINGS["penalised"], liar)
+    counts, _ = sampled_texts(model, SAMPLINGS["penalised"], liar, count=1536)
     assert chi_square(counts, exact(model, SAMPLINGS["penalised"])) < CERTAIN
 
 

@@ -198,7 +198,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=str)
 def test_the_law_of_the_text_is_the_targets(name: str, shape: tuple[int, ...]) -> None:
     target = Target()
-    counts, accepted = texts(target, shape, PROPOSERS[name], 12_000)
+    counts, accepted = texts(target, shape, PROPOSERS[name], 6_000)
     assert chi_square(counts, target.joint) > LIKELY
     assert accepted > (0.99 if name == "the target itself" else 0.01)
 
@@ -224,13 +224,13 @@ def test_an_unfiltered_claim_is_caught() -> None:
     target = Target()
     flat = Q.sqrt() / Q.sqrt().sum(-1, keepdim=True)
     honest = drawn_from(lambda p, last: filtered(flat[last]))
-    counts, _ = texts(target, (1, 1), honest, 20_000)
+    counts, _ = texts(target, (1, 1), honest, 6_000)
     assert chi_square(counts, target.joint) > LIKELY
 
     def lie(p: Tensor, last: Tensor, width: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
         return honest(p, last, width, g)[0], flat[last]
 
-    counts, _ = texts(target, (1, 1), lie, 20_000)
+    counts, _ = texts(target, (1, 1), lie, 6_000)
     assert chi_square(counts, target.joint) < CERTAIN
 
 
@@ -239,7 +239,7 @@ def test_a_prefix_without_the_path_is_caught() -> None:
     target = Target()
 
     short = target.after[:1].expand_as(target.after)
-    counts, _ = texts(target, (1, 1), PROPOSERS["drawn"], 20_000, judge=short)
+    counts, _ = texts(target, (1, 1), PROPOSERS["drawn"], 4_000, judge=short)
     assert chi_square(counts, target.joint) < CERTAIN
 
 
@@ -268,7 +268,7 @@ def test_wrong_verification_is_caught(
 ) -> None:
     monkeypatch.setattr(verify, "_descend", mutant)
     target = Target()
-    counts, _ = texts(target, shape, PROPOSERS["drawn"], 10_000)
+    counts, _ = texts(target, shape, PROPOSERS["drawn"], 4_000)
     assert chi_square(counts, target.joint) < CERTAIN
 
 
