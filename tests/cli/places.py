@@ -121,8 +121,8 @@ def files(place: Path) -> dict[str, bytes | None]:
 MAIN = "from vivace.cli.app import main; main()"
 
 
-def process(place: Path, *words: str, code: str = MAIN, stdin: bytes | None = None) -> subprocess.CompletedProcess[str]:
+def process(place: Path, *words: str, code: str = MAIN) -> subprocess.CompletedProcess[str]:
     """Python in a process of its own, a command line unless told otherwise."""
     line = [sys.executable, "-c", code, *words]
-    done = subprocess.run(line, cwd=place, capture_output=True, input=stdin, check=False)
+    done = subprocess.run(line, cwd=place, capture_output=True, stdin=subprocess.DEVNULL, check=False)
     return subprocess.CompletedProcess(line, done.returncode, done.stdout.decode(), done.stderr.decode())
