@@ -72,6 +72,7 @@ def run(model: Decoder, requests: Sequence[Request], slots: int, every: int = 0)
     return finish(Session(model, num_slots=slots, capacity=64, chunk=4), requests, every=every)
 
 
+@pytest.mark.slow_where(lambda body_or_none, goes_as_chunks, drafter: goes_as_chunks and body_or_none == "torch")
 @pytest.mark.parametrize("goes_as_chunks", [False, True])
 @pytest.mark.parametrize(
     "drafter", [NoDrafts(), PromptLookup(LookupConfig(min_ngram=1))], ids=lambda drafter: drafter.name

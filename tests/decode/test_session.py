@@ -50,6 +50,7 @@ def test_the_oracle_agrees_with_recomputing_everything(models: Models) -> None:
     assert len(distinct) > 40, "a decoder that repeats itself proves nothing"
 
 
+@pytest.mark.slow_where(lambda dtype, shape, right: dtype == torch.float32 and shape not in ((1,) * 4, (3, 2, 1)))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("right", RIGHTNESS)
 def test_greedy_output_is_plain_decodings(

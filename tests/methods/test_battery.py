@@ -20,7 +20,7 @@ import torch
 import vivace
 from tests.decode.failing import Outcome, outcomes
 from tests.decode.runs import Result, finish
-from tests.every_method import keep_weights, make_model, make_weights, plans_of, skip_unless_it_runs
+from tests.every_method import QUICK, keep_weights, make_model, make_weights, plans_of, skip_unless_it_runs
 from tests.methods.bigram.spec import BIGRAM
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
@@ -125,6 +125,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("battery"))
 
 
+@pytest.mark.slow_where(lambda case, dtype: dtype == "float32" and case.method not in (*QUICK, "foresight"))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @each_case
 def test_a_ragged_batch_has_the_text_of_plain_decoding(bench: Bench, case: Case, dtype: str) -> None:

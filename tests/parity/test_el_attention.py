@@ -208,6 +208,9 @@ def test_weights_are_cut_and_not_changed(folder: Path) -> None:
     assert all(isinstance(cross, ElAttention) for cross in crosses(el))
 
 
+@pytest.mark.slow_where(
+    lambda folder, kernels, asked: folder != "t5" and (kernels == "torch") == (asked["num_beams"] > 1)
+)
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("asked", SEARCHES, ids=["greedy", "beams"])
 def test_ids_of_greedy_and_beam_texts(folder: Path, kernels: str, asked: dict[str, Any]) -> None:

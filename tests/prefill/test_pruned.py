@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import vivace
-from tests.every_method import make_model
+from tests.every_method import make_model, not_quick_on_pytorch
 from tests.prefill.setting import GREEDY, LAYERS, PROMPT, written
 from tests.serve.conftest import local
 from vivace.core.cache import KVCache
@@ -206,6 +206,7 @@ def test_11_static_is_lazy_with_one_point(engine: Engine) -> None:
 # What it is for
 
 
+@not_quick_on_pytorch("dtype")
 @pytest.mark.parametrize("method", LOSSLESS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_lossless_method_writes_the_text_of_plain(tmp_path: Path, method: str, dtype: str) -> None:

@@ -24,6 +24,8 @@ CHAINS = [(1, 1), (1, 8), (2, 3), (3, 2), (3, 5), (4, 4), (4, 7), (5, 6), (5, 8)
 """Every gate of six layers, every length up to eight, as (gate, guesses)."""
 PLANS = [*((gate, (1,) * length) for gate, length in CHAINS), (2, (2, 1, 1)), (3, (3, 2, 1)), (5, (3, 2, 1))]
 """(gate, widths)"""
+ON_FLOAT32 = [(3, (1,) * 5), (5, (1,) * 8), (5, (3, 2, 1))]
+"""Of these: sums of rows differ between precisions, how rows are drafted and kept does not."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,7 @@ def texts(deep):
     }
 
 
+@pytest.mark.slow_where(lambda dtype, gate, widths: dtype == torch.float32 and (gate, widths) not in ON_FLOAT32)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("gate", "widths"), PLANS, ids=str)
 def test_greedy_text_is_plain_decoding_token_for_token(deep, accelerator, texts, dtype, widths, gate) -> None:

@@ -31,6 +31,8 @@ PLANS = [
         ((2, 2, 2, 2), "kept", 0.01),
     )
 ]
+ON_FLOAT32 = [StreamPlan((1, 1), "kept"), StreamPlan((3, 2), "every", 0.1), StreamPlan((2, 2, 1), "kept")]
+"""Of these: sums of rows differ between precisions, how streams draft and are kept does not."""
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,7 @@ def test_a_pass_says_what_was_accepted_and_one_token_more(deep, streams, texts, 
     assert passes == len(counts)
 
 
+@pytest.mark.slow_where(lambda dtype, plan: dtype == torch.float32 and plan not in ON_FLOAT32)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{'-'.join(map(str, p.widths))}-{p.attach}-{p.threshold:g}")
 def test_greedy_text_is_plain_decoding_token_for_token(deep, streams, texts, dtype, plan) -> None:

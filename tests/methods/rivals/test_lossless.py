@@ -16,6 +16,8 @@ from vivace.decode.session import Session
 COUNT = 18
 LIMITS = [1 + (5 * place) % COUNT for place in range(9)]
 DTYPES = [torch.float32, torch.bfloat16]
+ON_FLOAT32 = ("medusa tree", "eagle tree", "deed chain", "uno sparse", "layerskip", "lookahead")
+"""One of each method; their other shapes differ in no sum of a row."""
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +26,7 @@ def texts(base):
     return {dtype: [plain_text(base(dtype), prompt, COUNT) for prompt in prompts(9, seed=2)] for dtype in DTYPES}
 
 
+@pytest.mark.slow_where(lambda dtype, name: dtype == torch.float32 and name not in ON_FLOAT32)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", RIVALS)
 def test_greedy_text_is_plain_decoding_token_for_token(base, texts, dtype, name) -> None:
