@@ -154,6 +154,7 @@ def test_drawn_text_of_one_call_a_token(model: Decoder, slots: int, every: int, 
     assert max(map(max, drafter.rows)) == (1 if model.config.logit_softcap else MAX_TOKENS)
 
 
+@pytest.mark.slow_where(lambda model, changed, **_: model != "tied" and "repetition_penalty" not in changed)
 @pytest.mark.parametrize("changed", [{"repetition_penalty": 1.3}, {"top_k": 9}, {"min_p": 0.1}, {"temperature": 1e-3}])
 def test_processors_and_padded_calls_go_token_by_token(model: Decoder, changed: dict[str, Any]) -> None:
     drafter = ahead(model)

@@ -59,6 +59,9 @@ SAMPLINGS = {
 }
 
 
+@pytest.mark.slow_where(
+    lambda ids, steps, sampling, **_: ids is not None and (steps == 0 or sampling is SAMPLINGS["nucleus"])
+)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("ids", [None, torch.arange(0, VOCAB, 2)], ids=["all", "half"])

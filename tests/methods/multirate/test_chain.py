@@ -220,6 +220,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow_where(lambda noise, logprobs, **_: logprobs != (noise > 0))
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("logprobs", [False, True])

@@ -44,6 +44,7 @@ def run(model: Decoder, drafter: Drafter, steps_per_call: int = 4, **fields: obj
     return finish(Session(model, num_slots=1, capacity=64, chunk=8, steps_per_call=steps_per_call), requests)
 
 
+@pytest.mark.slow_where(lambda name, logprobs, **_: logprobs == (name in ("two", "eight bits")))
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_steps_in_one_call_are_the_steps_one_by_one(model: Decoder, streams, name: str, logprobs: bool) -> None:

@@ -125,6 +125,7 @@ def test_drafts_of_several_rows(case: Case) -> None:
         assert distance(found, case.plain) < 1e-5
 
 
+@pytest.mark.slow_where(lambda case: case == "relu llama")
 def test_thresholds_leave_out_what_was_asked_and_cost_more_the_more_they_do(case: Case) -> None:
     errors, logits = [], []
     for active in (1.0, 0.4, 0.2, 0.05):
@@ -316,6 +317,7 @@ def test_the_error_of_predictors_is_within_the_limit_and_another_step_beyond(neu
         assert all(report.recall == 1 for report in reports)
 
 
+@pytest.mark.slow_where(lambda case, limit: case != "llama" and limit != 0.05)
 @pytest.mark.parametrize("limit", [0.0, 0.05, 0.2])
 def test_the_error_of_thresholds_is_within_the_limit_where_they_were_found(case: Case, limit: float) -> None:
     reports = find_thresholds(case.resident, TEXTS, error=limit)

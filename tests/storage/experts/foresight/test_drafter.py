@@ -28,6 +28,7 @@ from vivace.storage.experts.foresight.routers import ExpertRouters
 from vivace.storage.experts.foresight.weights import router_rows
 
 
+@pytest.mark.slow_where(lambda noise, leads, **_: noise == 0 and leads != (1,))
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 @pytest.mark.parametrize("leads", [(), (1,), (2, 1)])
 @pytest.mark.parametrize(
