@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.core.entries import write_entries
-from tests.decode.oracles import plain_text
+from tests.decode.oracles import Text, plain_text
 from tests.decode.runs import finish
 from tests.decode.tiny_decoders import build, prompts
 from vivace.core.cache import KVCache
@@ -69,6 +70,7 @@ def model() -> Callable[[torch.dtype], Decoder]:
     return made.__getitem__
 
 
+@cache
 @torch.inference_mode()
 def oracle(model: Decoder, prompt: Sequence[int], rule: Rule, max_pending: int = 8) -> tuple[list[int], list[int]]:
     """Tokens and exit layers when every stored entry is exact: one row at a time through all layers."""
@@ -95,11 +97,17 @@ def oracle(model: Decoder, prompt: Sequence[int], rule: Rule, max_pending: int =
     return tokens[len(prompt) :], exits
 
 
+@cache
+def whole(model: Decoder) -> list[Text]:
+    """What plain decoding makes of five prompts."""
+    return [plain_text(model, prompt, COUNT) for prompt in prompts(5, seed=2)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("missing", POLICIES)
 def test_nobody_leaves_is_plain_decoding(model, dtype, missing) -> None:
     """With closed gates all three policies give the whole model's text."""
-    texts = [plain_text(model(dtype), prompt, COUNT) for prompt in prompts(5, seed=2)]
+    texts = whole(model(dtype))
     session = Session(model(dtype), num_slots=3, capacity=64, chunk=8)
     drafter = Shallow(never, missing)
     found = finish(session, [Request(t.prompt, COUNT, drafter, logprobs=True) for t in texts], every=2)

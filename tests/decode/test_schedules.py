@@ -172,7 +172,7 @@ def run_all(case: Case, seeds: range) -> None:
 
 
 def test_some_schedules(case: Case) -> None:
-    run_all(case, range(0, SCHEDULES, SCHEDULES // 8))
+    run_all(case, range(0, SCHEDULES, SCHEDULES // 5))
 
 
 @pytest.mark.slow

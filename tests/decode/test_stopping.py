@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -114,10 +115,15 @@ def test_stop_string_at_every_offset(
         assert got.tokens == text.new[: offset + 1]
 
 
+@cache
+def dozen(models: Models, dtype: torch.dtype) -> list[Text]:
+    """What plain decoding makes of twelve prompts."""
+    return [plain_text(models(dtype), prompt, 28) for prompt in prompts(12, seed=7)]
+
+
 @pytest.mark.parametrize("right", RIGHTNESS)
 def test_ends_in_a_batch_do_not_disturb_the_others(models: Models, dtype: torch.dtype, right: str) -> None:
-    model = models(dtype)
-    texts = [plain_text(model, prompt, 28) for prompt in prompts(12, seed=7)]
+    model, texts = models(dtype), dozen(models, dtype)
     known = [[*t.prompt, *t.new] for t in texts]
     drafter = Scripted(known, VOCAB, shape=(1, 2, 1), is_right=RIGHTNESS[right], is_ragged=True)
     rules = [
@@ -152,7 +158,7 @@ def test_penalties_are_applied_at_every_drafted_place(
     """Greedy with processors: what was drafted for the bare model must be judged by the processed law."""
     model = models(dtype)
     sampling = Sampling(repetition_penalty=1.3, no_repeat_ngram_size=2)
-    for prompt in prompts(4, seed=9):
+    for prompt in prompts(2, seed=9):
         want = finish(
             Session(model, num_slots=1, capacity=80),
             [Request(prompt, 28, NoDrafts(), sampling=sampling, logprobs=True)],

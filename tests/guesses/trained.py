@@ -94,15 +94,22 @@ class OfStudent(OfPaths):
         return student.head(row[None])[0]
 
 
+@dataclass
 class OfVerified(OfPaths):
     """The same, where a row also reads what is known of the last verified position, which lies before the root."""
 
+    behind: dict[tuple[Path, int], Tensor] = field(default_factory=dict, kw_only=True)
+    """Rows that were computed already, by the text up to them and how far behind the root they stand."""
+
     def along(self, text: Sequence[int], path: Path) -> Tensor:
-        rows = []
-        for depth in range(len(path) + 1):
+        return torch.stack([self._row((*text, *path[:depth]), depth) for depth in range(len(path) + 1)])
+
+    def _row(self, text: Path, depth: int) -> Tensor:
+        """The row of the last of these tokens, which stands so far behind the root; paths of a tree share many."""
+        if (text, depth) not in self.behind:
             with _lag(depth + 1):
-                rows.append(super().along(text, path)[depth])
-        return torch.stack(rows)
+                self.behind[text, depth] = super().along(text[: len(text) - depth], text[len(text) - depth :])[depth]
+        return self.behind[text, depth]
 
 
 @contextmanager

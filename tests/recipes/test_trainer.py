@@ -89,7 +89,7 @@ def test_a_finished_run_is_not_trained_again(checkpoint: Path, tmp_path: Path) -
 
 def test_regenerated_answers_go_on_after_a_cut(checkpoint: Path, tmp_path: Path) -> None:
     engine = vivace.load(checkpoint, kernels="torch")
-    prompts = [str(row.request) for row in WORDS] + ["extra one", "extra two"]
+    prompts = [str(row.request) for row in WORDS[:12]] + ["extra one", "extra two"]
     whole = regenerated(engine, prompts, tmp_path / "a.jsonl", lambda _: None)
     text = (tmp_path / "a.jsonl").read_text()
     lines = text.splitlines(keepends=True)

@@ -130,7 +130,7 @@ def test_learning_reaches_the_deep_layers(deep: Models, accelerator: Accelerator
 def test_layers_that_copy_are_found() -> None:
     """In the model that ships, by its own answers to questions over tables."""
     engine = vivace.load(kernels="torch")
-    asked = [str(prompt.request) for prompt in packaged_prompts("sql")[:12]]
+    asked = [str(prompt.request) for prompt in packaged_prompts("sql")[:6]]
     said = engine.generate(asked, method="plain", do_sample=False, max_new_tokens=32, logprobs=False)
     batches = Rows(engine.tokenizer, 256).batches([(q, a.text) for q, a in zip(asked, said, strict=True)], 1024)
     found = copying_layers(engine.model, batches, exit_layer=3, count=3)

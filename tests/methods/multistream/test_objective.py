@@ -162,7 +162,7 @@ def teach(model, attach="kept", **fields: object) -> tuple[Streams, list[dict[st
     before = {name: value.clone() for name, value in model.state_dict().items()}
     optimiser = torch.optim.AdamW([{"params": g["params"]} for g in task.groups()], lr=4e-3)
     seen = []
-    for _ in range(120):
+    for _ in range(80):
         optimiser.zero_grad()
         metrics: dict[str, float] = {}
         for loss, part in task.losses(model, text):
