@@ -42,6 +42,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "dynamic": {"ropes": (RopeConfig(kind="dynamic", factor=2.0, original_positions=32, width=8),)},
 }
+OF_NORMS_AND_PLACES = ("dynamic", "learned", "post_norm", "qk_norm", "sandwich")
+"""Those that differ from the plain one in no sum whose order could depend on other rows."""
 
 
 def build(variant: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Decoder:

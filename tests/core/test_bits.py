@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
-from tests.core.decoders import VOCAB, tokens
+from tests.core.decoders import OF_NORMS_AND_PLACES, VOCAB, tokens
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
@@ -13,6 +14,7 @@ from vivace.core.step import Step
 
 LENGTHS = (1, 2, 3, 8, 17, 31, 40, 62, 63, 64, 65, 70, 90, 100, 127, 128)
 CAPACITY = 192
+pytestmark = pytest.mark.slow_where(lambda decoder, dtype: dtype == torch.float32 and decoder in OF_NORMS_AND_PLACES)
 
 
 def ascend(decoder: Decoder, draft: Draft, cache: KVCache, *, chunk: bool = False) -> Tensor:

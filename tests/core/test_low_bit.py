@@ -28,6 +28,10 @@ from vivace.kernels.native import NativeBody
 
 VARIANTS = ("experts", "learned", "plain", "post_norm", "qk_norm")
 FORMATS = ("int8", "q4", "lut4", "lut3", "lut2")
+pytestmark = pytest.mark.slow_where(
+    lambda variant="plain", weights="int8", **_: variant not in ("experts", "plain") and weights not in ("int8", "lut3")
+)
+"""The other variants differ outside the products, so that a format of each kind is enough for them."""
 
 
 @pytest.fixture(params=VARIANTS)
