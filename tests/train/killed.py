@@ -18,7 +18,7 @@ from vivace.train.next_token import NextToken
 from vivace.train.optim import OptimiserConfig
 from vivace.train.report import Lines
 
-STEPS = 60
+STEPS = 45
 
 
 def train(folder: Path, tokenizer: Path, *, quiet: bool = True) -> Decoder:

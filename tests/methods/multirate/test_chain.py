@@ -170,6 +170,7 @@ def test_text_of_plain_decoding(
     assert 0 < accepted < drafts, "some guesses are kept and some are not"
 
 
+@pytest.mark.slow_where(lambda weights, reach, **_: (weights == "q4") != bool(reach))
 @pytest.mark.parametrize("weights", ["int8", "q4"])
 @pytest.mark.parametrize("reach", [(), (5, 4)])
 def test_rough_drafts_leave_no_trace(

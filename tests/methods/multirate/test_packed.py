@@ -34,6 +34,7 @@ def run(model: Decoder, drafter: Drafter, *, slots: int, logprobs: bool) -> list
     return finish(Session(model, num_slots=slots, capacity=64, chunk=8), requests)
 
 
+@pytest.mark.slow_where(lambda widths, mode, **_: (mode == "lite") != (max(widths) > 1))
 @pytest.mark.parametrize("widths", [(1, 1, 1, 1), (3, 2, 1)], ids=str)
 @pytest.mark.parametrize("mode", ["delta", "lite"])
 def test_text_and_probabilities_of_plain_decoding(model: Decoder, accelerator, widths, mode) -> None:

@@ -40,6 +40,7 @@ def test_greedy_text_is_plain_decoding_token_for_token(base, texts, dtype, name)
     assert drafted > 40
 
 
+@pytest.mark.slow_where(lambda name: name not in ("eagle chain", *ON_FLOAT32))
 @pytest.mark.parametrize("name", RIVALS)
 def test_slots_leave_nothing_behind(base, texts, name) -> None:
     """Answers do not depend on who sat in the slot before, nor on requests that were cancelled."""

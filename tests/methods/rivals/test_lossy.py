@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -56,11 +57,17 @@ def confident(model, measure: str, thresholds: tuple[float | None, ...], missing
     return ConfidentDepth("calm", weights, ConfidencePlan((ExitThresholds(0.98, thresholds),), missing))
 
 
+@cache
+def whole(model):
+    """What plain decoding makes of four prompts."""
+    return [plain_text(model, prompt, COUNT) for prompt in prompts(4, seed=2)]
+
+
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("thresholds", [(None, None), (2.0, 2.0)])
 def test_who_is_never_sure_decodes_plainly(deep, measure, thresholds) -> None:
     model = deep(torch.float32)
-    texts = [plain_text(model, prompt, COUNT) for prompt in prompts(4, seed=2)]
+    texts = whole(model)
     drafter = confident(model, measure, thresholds)
     session = Session(model, num_slots=3, capacity=64, chunk=8)
     for result, text in zip(finish(session, [Request(t.prompt, COUNT, drafter) for t in texts]), texts, strict=True):
