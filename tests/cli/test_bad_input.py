@@ -118,7 +118,12 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
     "bench of a prompt beyond the context": (
         ("bench", "prefill", "--model", "tiny", "--lengths", "100,300"),
         USAGE,
-        "a prompt of 300 tokens; this model can be measured with 2 to 248",
+        "a prompt of 300 tokens; this model can be measured with 2 to 254, and 2 behind them",
+    ),
+    "bench of an answer beyond the context": (
+        ("bench", "prefill", "--model", "tiny", "--lengths", "254", "--new-tokens", "20"),
+        USAGE,
+        "a prompt of 254 tokens; this model can be measured with 2 to 236, and 20 behind them",
     ),
     "bench of no lengths": (
         ("bench", "prefill", "--model", "tiny", "--lengths", "1k"),
