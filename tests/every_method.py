@@ -55,6 +55,13 @@ def not_quick_on_pytorch(dtype: str) -> pytest.MarkDecorator:
     return pytest.mark.slow_where(lambda method, **others: others[dtype] == "float32" and method not in QUICK)
 
 
+def few_draw(parameter: str, drawn: Any) -> pytest.MarkDecorator:
+    """Drawn texts (this parameter, this value) are slow for all but methods that draft in ways of their own."""
+    return pytest.mark.slow_where(
+        lambda method, **others: others[parameter] == drawn and method not in (*QUICK, "draft")
+    )
+
+
 _STREAMS = MultistreamConfig(streams=3, insertion_layer=3, rank=4, bottleneck=8, feedback=True)
 _GATES = DynamicConfig(GatesConfig((GateConfig(2), GateConfig(4)), rank=2, bottleneck=4), RouterConfig(latent=4))
 _LEAVING = ConfidenceConfig((2, 4))

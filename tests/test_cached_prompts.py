@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import vivace
-from tests.every_method import QUICK, load_for, make_model, not_quick_on_pytorch
+from tests.every_method import QUICK, few_draw, load_for, make_model, not_quick_on_pytorch
 from vivace.decode.plain import NoDrafts
 from vivace.decode.prefix import CHUNK as CHUNK_OF_ENGINES
 from vivace.decode.prefix import PrefixCache
@@ -85,7 +85,7 @@ def reader(request: pytest.FixtureRequest, place: Path) -> Callable[[str], Reade
 
 
 @not_quick_on_pytorch("reader")
-@pytest.mark.slow_where(lambda method, kind, **_: kind == "sampled" and method not in (*QUICK, "draft"))
+@few_draw("kind", "sampled")
 @pytest.mark.parametrize(
     ("reader", "kind"),
     [("bfloat16", "greedy"), *((dtype, kind) for dtype in DTYPES for kind in ("greedy, guesses shown", "sampled"))],
@@ -133,9 +133,9 @@ def long_prompts(engine: Engine) -> tuple[str, str]:
 
 
 DRAWS_GUESSES = ("multirate", "eagle", "draft")
+"""Methods whose sampled texts would show a drafter that knows less."""
 OF_OWN_KIND = (*QUICK, "auto", "calm", "draft", "foresight", "lookup", "mod", "uno")
 """Methods that keep something else of a prompt than the others do, or nothing at all."""
-"""Methods whose sampled texts would show a drafter that knows less."""
 
 
 @pytest.mark.slow_where(lambda method, kind: method not in OF_OWN_KIND)

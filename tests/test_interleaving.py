@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import vivace
-from tests.every_method import NOT_QUICK, QUICK, load_for, make_model, not_quick_on_pytorch
+from tests.every_method import NOT_QUICK, few_draw, load_for, make_model, not_quick_on_pytorch
 from vivace.core.layers import Linear
 from vivace.core.model import Layer
 from vivace.core.step import Step
@@ -137,7 +137,7 @@ def by_turns(*running: Iterator[Answer]) -> list[Answer]:
 
 
 @not_quick_on_pytorch("opened")
-@pytest.mark.slow_where(lambda method, kind, **_: kind == "sampled" and method not in (*QUICK, "draft"))
+@few_draw("kind", "sampled")
 @pytest.mark.parametrize(
     ("opened", "kind"),
     [("bfloat16", "greedy"), *((dtype, kind) for dtype in DTYPES for kind in ("greedy, guesses shown", "sampled"))],

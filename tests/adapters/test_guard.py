@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import vivace
-from tests.every_method import OF_MIXTURES, QUICK, load_for
+from tests.every_method import OF_MIXTURES, few_draw, load_for
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.adapters.guard.guard import TextGuard, load_guard
 from vivace.adapters.guard.head import GuardHead, HeadConfig, HeadPlan
@@ -63,7 +63,7 @@ def head_of(engine: Engine, where: str, threshold: float, seed: int = 0) -> Guar
     return GuardHead(HeadConfig(("odd",), (where,)), HeadPlan((threshold,)), weight, torch.zeros(1))
 
 
-@pytest.mark.slow_where(lambda method, sampling: sampling == HOT and method not in (*QUICK, "draft"))
+@few_draw("sampling", HOT)
 @pytest.mark.parametrize("sampling", [{}, HOT], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", LOSSLESS)
 def test_a_stop_in_mid_block_leaks_nothing(model: Path, method: str, sampling: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import vivace
-from tests.every_method import OF_MIXTURES, QUICK, load_for
+from tests.every_method import OF_MIXTURES, few_draw, load_for
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.adapters.pool.choice import scores_of
 from vivace.adapters.pool.pool import PromptPool, load_pool
@@ -112,7 +112,7 @@ def test_a_ragged_batch_gives_each_what_it_has_alone(engine: Engine, base: Path,
     assert together[1] == free.token_ids
 
 
-@pytest.mark.slow_where(lambda method, sampling: sampling == HOT and method not in (*QUICK, "draft"))
+@few_draw("sampling", HOT)
 @pytest.mark.parametrize("sampling", [{}, HOT], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("method", LOSSLESS)
 def test_every_method_writes_what_plain_writes(

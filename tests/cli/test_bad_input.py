@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.cli.places import Cli, files, process
-from vivace.cli.app import main
 from vivace.errors import UsageError, VivaceError
 
 USAGE = UsageError.exit_code
@@ -482,25 +479,3 @@ def test_a_process_ends_the_same_way(place: Path, name: str) -> None:
     assert complaint in done.stderr
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1)
     assert files(place) == before
-
-
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
-def test_bytes_on_standard_input_that_are_no_text_are_one_line(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], errors: str
-) -> None:
-    """How a process reads such bytes depends on the locale; what is said of them does not."""
-
-    def told(*words: str, stdin: bytes) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8", errors=errors))
-        with pytest.raises(SystemExit) as end:
-            main(words)
-        return int(end.value.code or 0), *capsys.readouterr()
-
-    status, out, err = told("generate", "--model", "tiny", "-", "--quiet", stdin=b"bad \xff byte")
-    assert r"error: the text is not valid Unicode: there is '\udcff' after '<|user|>bad '" in err
-    assert (status, out, err.count("\n")) == (USAGE, "", 1)
-    status, _, err = told("chat", "--model", "tiny", "--max-new-tokens", "4", stdin=b"bad \xff byte\n/\xff\nHi\n")
-    assert status == 0
-    assert err.count("that line is not valid Unicode; nothing was sent") == 2
-    found = re.findall(r"(?<![\d.])4 tokens", err)  # and not 10.4 tokens/s
-    assert len(found) == 1, "the next line is answered"

@@ -21,7 +21,7 @@ from benchmarks import hostile, hostile_answers
 from benchmarks.hostile import KINDS, ROUND, attack, growth
 
 SECONDS = float(os.environ.get("VIVACE_HOSTILE_SECONDS", "8"))
-"""The submission check takes a minute."""
+"""The submission check takes longer."""
 ALONE = {"event loop, p99 below 100 ms", "/health, p99 below 100 ms", "memory within 5 %"}
 """Bars of the long form only."""
 MOST_GROWTH = 0.2
