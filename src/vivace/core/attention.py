@@ -19,6 +19,7 @@ from vivace.core.config import ModelConfig
 from vivace.core.relative import RelativeTable
 from vivace.core.step import Step
 from vivace.core.whole_texts import WholeTexts
+from vivace.kernels import fused
 from vivace.kernels import reference as kernels
 
 
@@ -87,6 +88,9 @@ class Attention:
     def _rows(self, q: Tensor, cache: KVCache, step: Step) -> Tensor:
         if step.index is not None:
             return self._indexed(q, step)
+        if fused.can_run(q) and self.softcap is None and self.relative is None and not cache.is_int8(self.layer):
+            address = step.read(cache.store.place_of_layer[self.layer][0])
+            return fused.attend(q, *cache.stored(self.layer), address, step.visible(self.window, q.dtype), self.scale)
         if step.single_slot is not None and step.order is None:
             keys, values = (part[None] for part in cache.entries(self.layer, step.single_slot, step.num_visible))
         else:  # each row's entries in the order in which it reads them, (T, K, S, D)

@@ -39,6 +39,10 @@ class BlockTable:
             self._there = self.first.to(self.pool.device)
         return self._there
 
+    def lies_at(self, there: Tensor) -> None:
+        """Let ``there`` be this tensor, whoever fills it: arguments of a recorded step say where blocks begin."""
+        self._there = there
+
     def _set(self, slot: int, place: int, block: int) -> None:
         self.blocks[slot][place] = block
         self._view[slot, place] = block * self.pool.size

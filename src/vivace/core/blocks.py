@@ -37,8 +37,9 @@ SCALE = torch.bfloat16
 WIDEST_INT8 = 256
 """Widest head that native kernels read in eight bits (``MAX_TILED`` in kernels/native/attention.h)."""
 WARM_BYTES = 16 << 20
-"""How much of what a pool was given back it keeps allocated: giving pages back to the system, and writing to new ones,
-takes longer than reading a short prompt."""
+"""How much of what a pool was given back it keeps allocated: new pages take longer than reading a short prompt."""
+FIRST_BYTES = 64 << 20
+"""What a pool takes at once where it cannot grow in place: on all devices but a CPU."""
 MOST_BLOCKS = 1 << 20
 """Addresses are reserved for this many blocks at most, unless a cache asks for more."""
 
@@ -147,7 +148,7 @@ class BlockPool:
             with torch.inference_mode(False):  # blocks are also cleared outside the loop, by cancel
                 self._stored = [self._lay_out(spec, first) for spec, first in zip(specs, starts, strict=False)]
         else:
-            self.capacity = size
+            self.capacity = size * min(self._most, max(1, FIRST_BYTES // self.block_bytes))
             self._stored = [self._made(spec) for spec in specs]
         self._views = self._all_layers()
 

@@ -26,6 +26,7 @@ from vivace.core.blocks import SCALE, Account, BlockStore, LayerSpec, Unlimited,
 from vivace.core.low_rank import SlotAdapters
 from vivace.core.pending import PendingKV
 from vivace.errors import CapacityError
+from vivace.kernels import fused
 from vivace.units import format_bytes
 
 if TYPE_CHECKING:
@@ -328,9 +329,12 @@ class KVCache:
         """Store the keys and values (num_write, K, D) of the writing rows at ``step.entry``."""
         address = step.written(self.store.place_of_layer[layer][0])
         parts: tuple[Tensor, ...] = keys, values
-        if self.store.specs[layer].is_int8:
+        if self.is_int8(layer):
             (codes, key_scales), (more, value_scales) = quantise(keys), quantise(values)
             parts = codes, more, key_scales, value_scales
+        elif fused.can_run(keys, values):
+            fused.store(keys, values, address, *self.store.stored(layer))
+            return
         for stored, rows in zip(self.store.stored(layer), parts, strict=True):
             stored.index_copy_(1, address, rows.transpose(0, 1))
 
@@ -338,6 +342,10 @@ class KVCache:
         """Return the keys and values of a layer in all blocks of the store, each (K, capacity of the pool, D)."""
         keys, values, *_ = self.store.stored(layer)
         return keys, values
+
+    def is_int8(self, layer: int) -> bool:
+        """Return whether a layer's keys and values are stored in eight bits."""
+        return self.store.specs[layer].is_int8
 
     def scales(self, layer: int) -> tuple[int | None, int | None]:
         """Return the addresses of the scales of a layer's keys and values, where they are in eight bits."""

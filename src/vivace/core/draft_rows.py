@@ -17,6 +17,7 @@ from vivace.core.seams import Decided, Draft
 
 if TYPE_CHECKING:
     from vivace.core.cache import KVCache
+    from vivace.core.config import ModelConfig
     from vivace.core.draft_head import DraftHead
     from vivace.core.low_rank import LowRankDeltas
     from vivace.kernels.low_bit import LowBit, Weights
@@ -125,17 +126,22 @@ class HeadRows:
 class Chain(Protocol):
     """Drafts, and verifies, several tokens in one call, to the bits of the same steps made one by one."""
 
+    quantizes: bool
+    """Whether it can draft with layers in fewer bits than the decoder's own."""
+    draws: bool
+    """Whether tokens are drawn with the noise of their positions (``draw``), wherever a text allows it."""
+
     @property
     def can_draw(self) -> bool:
-        """Return whether it can draw the tokens of a text, and not only take the likeliest ones."""
+        """Return whether its own steps can draw the tokens of a text, and not only take the likeliest ones."""
         ...
 
     def draw(self, logits: Tensor, drawing: Drawing, position: int) -> int | None:
         """Draw the token at a position from its logits (V,); None where no token may come there."""
         ...
 
-    def covers(self, draft_rows: DraftRows) -> bool:
-        """Return whether it can draft with these draft rows."""
+    def covers(self, rows: DraftRows | StreamRows | HeadRows) -> bool:
+        """Return whether it can draft with these rows."""
         ...
 
     def can_wear(self, cache: KVCache, slots: Sequence[int]) -> bool:
@@ -199,3 +205,12 @@ class Chain(Protocol):
         heads: its normed final residual (E,). The second result is the first of these for the row kept last now.
         """
         ...
+
+
+def why_no_chain(c: ModelConfig) -> str | None:
+    """Return why a model with a span cannot make several steps in one native call, or None where it can."""
+    if any(rope.depends_on_length for rope in c.ropes):
+        return "rotations depend on the length of a text"
+    if c.encoder is not None or c.positions in ("sinusoid", "relative") or c.embedding_norm or not c.final_norm:
+        return "the text has a source, or its embeddings or positions are of another kind"
+    return None

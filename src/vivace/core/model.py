@@ -8,6 +8,7 @@ them in one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -395,7 +396,7 @@ class Decoder(nn.Module):
         c = self.config
         h: Tensor = F.embedding(tokens, self.embedding) if self.embedding_rows is None else self.embedding_rows(tokens)
         if c.embedding_scale != 1.0:
-            h = h * torch.tensor(c.embedding_scale, dtype=h.dtype)
+            h = h * _rounded(c.embedding_scale, h.dtype)
         if self.position_embedding is not None:
             h = h + F.embedding(step.position + c.position_offset, self.position_embedding)
         if c.positions == "sinusoid":
@@ -463,6 +464,12 @@ class Decoder(nn.Module):
             if most is None or (h.dtype == torch.bfloat16 and bool((logits.abs() < most).all())):
                 return tokens
         return self.head(h, row_count=row_count).argmax(-1)
+
+
+@cache
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """Return a number as a tensor of some dtype has it."""
+    return float(torch.tensor(number, dtype=dtype))
 
 
 def sinusoids(position: Tensor, width: int, span: int) -> Tensor:

@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vivace.kernels import fused
 from vivace.kernels.widened import widened_products
 
 KEY_BLOCK = 64
@@ -152,6 +153,8 @@ def pointwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """Return the root-mean-square norm over the last dimension, computed in float32 (Zhang & Sennrich 2019)."""
+    if x.is_cuda and not offset and weight.dtype == x.dtype and not torch.is_grad_enabled():
+        return F.rms_norm(x, weight.shape, weight, eps)  # one kernel, which rounds once and not twice
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if offset:
@@ -167,6 +170,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos: (T, 1, width), for the first width <= D components of a head.
         sin: (T, 1, width), its first half negated, so that ``x * cos + swap_halves(x) * sin`` is the rotation.
     """
+    if fused.can_run(x):
+        return fused.rotate(x, cos, sin)
     width = cos.shape[-1]
     if width == x.shape[-1]:
         return torch.addcmul(x * cos, x.roll(width // 2, -1), sin)

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.config import ModelConfig
 from vivace.core.cpu.quantized import quantized_copy, quantized_head
 from vivace.core.cpu.span import MixtureSpan, NativeSpan, gain_of, matrix_of, pointers
-from vivace.core.draft_rows import ChainPlan, ChainRoot, DeepRead, DraftRows, HeadRows, StreamRows
+from vivace.core.draft_rows import ChainPlan, ChainRoot, DeepRead, DraftRows, HeadRows, StreamRows, why_no_chain
 from vivace.core.draws import Drawing
 from vivace.core.low_rank import LowRankDeltas
 from vivace.core.seams import Decided, Draft, TargetPass, VerifiedStep
@@ -59,15 +58,6 @@ class _StreamCall:
     """References to the tensors that ``call`` points into, which keep them alive."""
 
 
-def why_no_chain(c: ModelConfig) -> str | None:
-    """Return why a model with a span cannot make several steps in one native call, or None where it can."""
-    if any(rope.depends_on_length for rope in c.ropes):
-        return "rotations depend on the length of a text"
-    if c.encoder is not None or c.positions in ("sinusoid", "relative") or c.embedding_norm or not c.final_norm:
-        return "the text has a source, or its embeddings or positions are of another kind"
-    return None
-
-
 @dataclass(frozen=True)
 class _Guessing:
     """The head that guesses in native calls."""
@@ -93,6 +83,9 @@ def _kind(drafting: ChainPlan) -> _Kind:
 
 class NativeChain:
     """Drafts and verifies with one packed decoder."""
+
+    quantizes = True
+    draws = True
 
     def __init__(self, decoder: Decoder, span: NativeSpan) -> None:
         self._decoder = decoder
@@ -122,13 +115,13 @@ class NativeChain:
         index = self._span.body.draw(logits, _drawing(drawing), position)[0]
         return None if index < 0 else index
 
-    def covers(self, draft_rows: DraftRows) -> bool:
-        """Return whether it can draft with these draft rows: their weights are contiguous and bfloat16."""
-        if draft_rows in self._chain_calls:
+    def covers(self, rows: DraftRows | StreamRows | HeadRows) -> bool:
+        """Return whether it can draft with these rows: weights of chains must be contiguous and bfloat16."""
+        if not isinstance(rows, DraftRows) or rows in self._chain_calls:
             return True
-        weights = [*draft_rows.deltas.down.values(), *draft_rows.deltas.up.values()]
-        weights += [] if draft_rows.scale is None else [draft_rows.scale]
-        for read in draft_rows.reads:
+        weights = [*rows.deltas.down.values(), *rows.deltas.up.values()]
+        weights += [] if rows.scale is None else [rows.scale]
+        for read in rows.reads:
             weights += [read.gain, read.query, read.output]
         return all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
 

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from vivace.core.backend import TorchBackend
-from vivace.core.cuda.graphs import GraphSpan, Record, can_record, cuda_graph
+from vivace.core.cuda.chain import GraphChain
+from vivace.core.cuda.graphs import GraphSpan, can_record
+from vivace.core.cuda.recordings import Record, Recordings, cuda_graph
+from vivace.core.draft_rows import why_no_chain
 from vivace.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -27,9 +30,13 @@ class CudaBackend(TorchBackend):
         self._record = record
 
     def finish(self, decoder: Decoder) -> None:
-        """Offer to run layers as graphs where none of them waits for the processor."""
-        if can_record(decoder):
-            self.span = GraphSpan(decoder, self._record)
+        """Offer to run layers, and whole steps, as graphs where none of them waits for the processor."""
+        if not can_record(decoder):
+            return
+        recordings = Recordings(self._record, lambda: decoder.blocks)
+        self.span = GraphSpan(decoder, recordings)
+        if why_no_chain(decoder.config) is None:
+            self.chain = GraphChain(decoder, recordings)
 
     def sibling(self) -> CudaBackend:
         """Make a backend of the same kind for another decoder."""

@@ -8,10 +8,8 @@ repeat the last one and store what it stores, further entries are masked.
 
 from __future__ import annotations
 
-import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.core.cache import KVCache
+from vivace.core.cuda.recordings import Graph, Recordings, Results
 from vivace.core.layers import FeedForward
-from vivace.core.low_rank import LowRankDeltas
 from vivace.core.step import Step
 from vivace.kernels.reference import KEY_BLOCK
 
@@ -28,42 +26,13 @@ if TYPE_CHECKING:
     from vivace.core.model import Decoder, Layer
     from vivace.kernels.low_bit import Weights
 
-Record = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Records the work of a function; returns what launches it again, and the tensor in which its result then stands."""
-
 MOST_ROWS = 64
 """Rows of a pass up to which it is recorded: launching takes less than computing for more."""
-
-MOST_GRAPHS = 64
-"""Graphs that are kept; the one that was not used for longest goes first."""
-
-MOST_SHAPES = 4096
-"""Shapes whose uses are counted before the count begins anew."""
-
-USES_BEFORE = 2
-"""Times that a shape runs kernel by kernel before it is recorded, which takes as long as many passes."""
 
 
 def can_record(decoder: Decoder) -> bool:
     """Return whether the layers of a decoder never wait for the processor, as a mixture does to choose its experts."""
     return all(isinstance(layer.feed_forward, FeedForward) for layer in decoder.layers) and not decoder.stateful
-
-
-def cuda_graph(work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Record work on the current GPU as a CUDA graph.
-
-    It runs twice before, on a stream of its own, since libraries choose their kernels and take their memory then.
-    """
-    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    current.wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = work()
-    return graph.replay, result
 
 
 class Shape(NamedTuple):
@@ -82,42 +51,22 @@ class Shape(NamedTuple):
     """The weights of low-rank deltas, and which row carries them."""
 
 
-@dataclass(frozen=True)
-class Graph:
-    """A recorded pass: where its arguments and its result are, and what launches it."""
-
-    arguments: tuple[Tensor, ...]
-    result: Tensor
-    launch: Callable[[], None]
-    deltas: tuple[LowRankDeltas, ...]
-    """Kept, since the graph reads their weights."""
-
-
 class GraphSpan:
     """Runs neighbouring layers of a decoder as recorded graphs, with the sums of the layers one by one."""
 
     is_native = False
     """Layers are PyTorch's."""
 
-    def __init__(self, decoder: Decoder, record: Record) -> None:
+    def __init__(self, decoder: Decoder, recordings: Recordings) -> None:
+        """Run the layers of a decoder as graphs that are kept among its recordings."""
         self._decoder = decoder
         self._layers: Sequence[Layer] = list(decoder.layers)  # type: ignore[arg-type]
-        self._record = record
-        self._graphs: OrderedDict[Shape, Graph] = OrderedDict()
-        self._uses: Counter[Shape] = Counter()
-        self._places: tuple[int, ...] = ()
-        """Where the blocks of keys and values lay when the graphs were recorded."""
+        self.recordings = recordings
         self._memory: KVCache | None = None
-        self._lock = threading.Lock()
         rotaries = {id(layer.rotary): layer for layer in self._layers if layer.rotary is not None}
         self._rotating = list(rotaries.values())
         """One layer for each rotary embedding."""
         self._windows = sorted({layer.attention.window for layer in self._layers}, key=lambda window: window or 0)
-
-    @property
-    def num_graphs(self) -> int:
-        """Return the number of graphs that are kept."""
-        return len(self._graphs)
 
     def covers(self, step: Step) -> bool:
         """Return whether a call is of few single rows over the blocks of the decoder's texts."""
@@ -139,24 +88,16 @@ class GraphSpan:
         """Run rows (T, E) through layers start..stop-1."""
         if stop - start < 2:
             return self._one_by_one(h, step, start, stop)
-        with self._lock:
+        with self.recordings.lock:
             shape = self._shape(step, start, stop)
-            graph = self._graph(shape)
-            if graph is None and self._uses[shape] < USES_BEFORE:
-                self._note_use(shape)
+            graph = self.recordings.find(shape)
+            if graph is None and not self.recordings.is_due(shape):
                 return self._one_by_one(h, step, start, stop)
             given = self._arguments(h, step, shape)
             if graph is None:
                 graph = self._recorded(given, step, shape)
-            for place, value in zip(graph.arguments, given, strict=True):
-                place.copy_(value)
-            graph.launch()
-            return graph.result[: len(h)].clone()
-
-    def _note_use(self, shape: Shape) -> None:
-        if len(self._uses) > MOST_SHAPES:
-            self._uses.clear()
-        self._uses[shape] += 1
+            [rows] = graph.given(given)
+            return rows[: len(h)].clone()
 
     def _one_by_one(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
         for layer in self._layers[start:stop]:
@@ -183,18 +124,6 @@ class GraphSpan:
             deltas,
         )
 
-    def _graph(self, shape: Shape) -> Graph | None:
-        """Return the graph of a shape, if there is one; all are dropped once the blocks lie elsewhere."""
-        store = self._decoder.blocks
-        places = tuple(part.data_ptr() for layer in range(len(self._layers)) for part in store.stored(layer))
-        if places != self._places:
-            self._graphs.clear()
-            self._places = places
-        graph = self._graphs.get(shape)
-        if graph is not None:
-            self._graphs.move_to_end(shape)
-        return graph
-
     def _arguments(self, h: Tensor, step: Step, shape: Shape) -> list[Tensor]:
         """Return what a graph of this shape reads, in the order in which ``_recorded`` takes it."""
         assert isinstance(step.memory, KVCache)
@@ -212,15 +141,12 @@ class GraphSpan:
 
     def _recorded(self, given: Sequence[Tensor], step: Step, shape: Shape) -> Graph:
         """Record the layers over copies of these arguments."""
-        arguments = tuple(value.clone() for value in given)
-        h, *rest = arguments
-        own = self._step_of(rest, step, shape)
-        launch, result = self._record(lambda: self._one_by_one(h, own, shape.start, shape.stop))
-        graph = Graph(arguments, result, launch, step.low_rank)
-        self._graphs[shape] = graph
-        if len(self._graphs) > MOST_GRAPHS:
-            self._graphs.popitem(last=False)
-        return graph
+
+        def work(arguments: Sequence[Tensor]) -> Results:
+            h, *rest = arguments
+            return (self._one_by_one(h, self._step_of(rest, step, shape), shape.start, shape.stop),)
+
+        return self.recordings.add(shape, given, work, kept=step.low_rank)
 
     def _step_of(self, arguments: Sequence[Tensor], step: Step, shape: Shape) -> Step:
         """Return the call that the layers see while they are recorded: everything that they derive is given."""

@@ -159,7 +159,7 @@ class MedusaState(Forgetful):
             return None
         found = deciding(self.drafter.model, context)
         drafts = budget.drafts(context, slot, self.drafter.depth, ChainPlan())
-        if found is None or drafts is None:
+        if found is None or drafts is None or not found.chain.covers(head_rows):
             return None
         limit, plan = drafts
         root, left = found.root(slot, limit), (self._kept[slot], None)

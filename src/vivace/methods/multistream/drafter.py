@@ -107,7 +107,7 @@ class StreamState(Forgetful):
             return None
         found = deciding(self.model, context)
         drafts = budget.drafts(context, slot, len(self.plan.widths), self.drafter.chain_plan)
-        if found is None or drafts is None:
+        if found is None or drafts is None or not found.chain.covers(stream_rows):
             return None
         limit, plan = drafts
         root, left = found.root(slot, limit), (self._kept[slot], self._final.get(slot))

@@ -39,7 +39,7 @@ def _quantized_with_lookup(context: MethodContext) -> Drafter:
 
 
 def _why_not(model: Decoder) -> str | None:
-    if model.backend.chain is None:
+    if model.backend.chain is None or not model.backend.chain.quantizes:
         return "it drafts in native calls, which need bfloat16 weights in memory and kernels of this project"
     if model.backend.weights not in ("bf16", "exact12"):
         return f"its weights are quantized already, to {model.backend.weights}"

@@ -1,0 +1,94 @@
+"""Rows of a recorded step: a call whose every derived value is computed on the device, for all of its rows at once.
+
+``Step`` asks the lists of Python what it can, and computes what layers derive from a call once for the call. A recorded
+step makes many calls, of one row or two each; what they derive are views of what is computed here for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vivace.core.cache import KVCache
+from vivace.core.low_rank import LowRankDeltas
+from vivace.core.step import Step
+
+if TYPE_CHECKING:
+    from vivace.core.model import Decoder, Layer
+
+
+class FixedRows:
+    """T rows of n slots of a decoder, each stored at its position, reading entries from the beginning of its slot."""
+
+    def __init__(
+        self, decoder: Decoder, memory: KVCache, slot: Tensor, position: Tensor, seen: Tensor, entries: int
+    ) -> None:
+        """Compute what layers derive.
+
+        Args:
+            decoder: whose layers they pass.
+            memory: of the n slots.
+            slot: (T,).
+            position: (T,).
+            seen: (T,) number of entries that each row reads.
+            entries: number of entries that are read, visible or masked; the same for all rows.
+        """
+        self._whole = Step(memory, slot, position, position, seen, None, len(slot), len(slot), longest=entries)
+        self._entries = entries
+        _fix(self._whole, entries)
+        pools = range(len(memory.store.pools))
+        layers: Sequence[Layer] = list(decoder.layers)  # type: ignore[arg-type]
+        of_slot = torch.arange(memory.num_slots, device=slot.device)[:, None]
+        ordinal = torch.arange(entries, device=slot.device)
+        self._written = {pool: memory.addresses(pool, slot, position) for pool in pools}
+        self._read = {pool: memory.addresses(pool, of_slot, ordinal) for pool in pools}
+        if memory.num_slots > 1:
+            self._read = {pool: address[slot] for pool, address in self._read.items()}
+        windows = {layer.attention.window for layer in layers}
+        self._masks = {(window, decoder.dtype): self._whole.visible(window, decoder.dtype) for window in windows}
+        self._rotations: dict[object, tuple[Tensor, Tensor]] = {}
+        for layer in layers:
+            if layer.rotary is not None and (id(layer.rotary), decoder.dtype) not in self._rotations:
+                self._rotations[id(layer.rotary), decoder.dtype] = _rotation(layer, position, decoder.dtype, entries)
+
+    def call(self, rows: slice, *, writing: int, fed: int, deltas: tuple[LowRankDeltas, ...] = ()) -> Step:
+        """Return the call of some rows.
+
+        Args:
+            rows: which.
+            writing: the first so many of them store keys and values.
+            fed: the first so many of them pass the feed-forward.
+            deltas: what the rows carry.
+        """
+        whole = self._whole
+        position = whole.position[rows]
+        step = Step(
+            whole.memory, whole.slot[rows], position, position[:writing], whole.seen[rows], None, writing, fed, deltas
+        )
+        _fix(step, self._entries)
+        for pool, address in self._written.items():
+            step._addresses["written", pool] = address[rows][:writing]
+            step._addresses["read", pool] = self._read[pool] if len(self._read[pool]) == 1 else self._read[pool][rows]
+        step._masks.update({kind: mask[rows] for kind, mask in self._masks.items()})
+        step.rotations.update({kind: (cos[rows], sin[rows]) for kind, (cos, sin) in self._rotations.items()})
+        return step
+
+
+def carried(deltas: LowRankDeltas, which: Tensor, known: tuple[int, ...]) -> LowRankDeltas:
+    """Return deltas for a call whose rows carry what ``known`` says, without reading ``which`` from the device."""
+    made = LowRankDeltas(which, deltas.down, deltas.up, deltas.kept)
+    vars(made)["carriers"] = known
+    return made
+
+
+def _fix(step: Step, entries: int) -> None:
+    """Set what a call would ask numbers on the device for."""
+    vars(step).update(num_visible=entries, single_slot=None, order=None)
+
+
+def _rotation(layer: Layer, position: Tensor, dtype: torch.dtype, entries: int) -> tuple[Tensor, Tensor]:
+    assert layer.rotary is not None
+    return layer.rotary.at(position, None, dtype, last=entries - 1)

@@ -1,0 +1,154 @@
+"""Operations on a GPU that take one launch where PyTorch takes several, in Triton.
+
+A pass of few rows over a small model computes for two microseconds and waits for the next kernel: what it takes is the
+number of its kernels. These are the operations of ``reference.py`` that PyTorch splits: rotation, storing keys and
+values, and attention over entries wherever they lie, which PyTorch gathers first. Sums are in float32, as there; their
+order is another.
+
+Triton comes with PyTorch's builds for GPUs. Without it, and on other devices, ``reference.py`` computes all.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+MOST_SPLITS = 16
+"""Parts of a row's entries that are attended to side by side, at most."""
+PART = 128
+"""Entries of such a part at least."""
+BLOCK = 64
+"""Entries that are read together."""
+
+
+@cache
+def is_there() -> bool:
+    """Return whether Triton is installed."""
+    return find_spec("triton") is not None
+
+
+@cache
+def _kernels() -> ModuleType:
+    from vivace.kernels import fused_kernels
+
+    return fused_kernels
+
+
+def _whole(count: int) -> int:
+    """Return the next power of two, which is what a program of a kernel can hold."""
+    return 1 << (count - 1).bit_length()
+
+
+def can_run(*tensors: Tensor) -> bool:
+    """Return whether these tensors are on a GPU, in 16 bits, and no gradients are asked for."""
+    return (
+        all(t.is_cuda and t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
+        and is_there()
+        and not torch.is_grad_enabled()
+    )
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply the rotary embedding to heads (T, heads, D), as ``reference.rotate`` does."""
+    rows, heads, width = x.shape
+    rotated = cos.shape[-1]
+    out = torch.empty((rows, heads, width), dtype=x.dtype, device=x.device)
+    _kernels().rotate[(rows, heads)](
+        x,
+        cos,
+        sin,
+        out,
+        x.stride(0),
+        x.stride(1),
+        cos.stride(0),
+        heads * width,
+        width,
+        rotated,
+        _whole(width),
+    )
+    return out
+
+
+def store(keys: Tensor, values: Tensor, address: Tensor, into_keys: Tensor, into_values: Tensor) -> None:
+    """Store the keys and values of rows.
+
+    Args:
+        keys: (T, K, D), contiguous in D.
+        values: like keys.
+        address: (T,) places of the rows.
+        into_keys: (K, capacity, D).
+        into_values: like ``into_keys``.
+    """
+    rows, heads, width = keys.shape
+    if rows == 0:
+        return
+    _kernels().store[(rows, heads)](
+        keys,
+        values,
+        address,
+        into_keys,
+        into_values,
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        address.stride(0),
+        into_keys.stride(0),
+        width,
+        _whole(width),
+    )
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, address: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Return the attention of single rows to stored entries.
+
+    Args:
+        q: (T, H, D) queries, contiguous in D.
+        keys: (K, capacity, D) of all texts.
+        values: like keys.
+        address: (T, S) where the entries of each row are, or (1, S) for all rows; S is a multiple of ``BLOCK``.
+        visible: additive mask (T, S), 0 or -inf; a row sees at least one entry.
+        scale: factor on q.k.
+
+    Returns:
+        (T, H, D).
+    """
+    rows, heads, width = q.shape
+    kv_heads, entries = keys.shape[0], address.shape[1]
+    group = heads // kv_heads
+    parts = min(MOST_SPLITS, max(1, entries // PART)) if entries > 2 * PART else 1
+    part = -(-entries // (parts * BLOCK)) * BLOCK
+    out = torch.empty((rows, heads, width), dtype=q.dtype, device=q.device)
+    block_d = max(16, _whole(width))
+    sums, tops = out, out
+    if parts > 1:
+        sums = torch.empty((rows, heads, parts, width), dtype=torch.float32, device=q.device)
+        tops = torch.empty((rows, heads, parts, 2), dtype=torch.float32, device=q.device)
+    _kernels().attend[(rows, kv_heads, parts)](
+        q,
+        keys,
+        values,
+        address,
+        visible,
+        out,
+        sums,
+        tops,
+        scale,
+        *q.stride()[:2],
+        keys.stride(0),
+        address.stride(0) if len(address) > 1 else 0,
+        visible.stride(0) if len(visible) > 1 else 0,
+        group,
+        width,
+        entries,
+        part,
+        parts,
+        BLOCK,
+        max(16, _whole(group)),
+        block_d,
+    )
+    if parts > 1:
+        _kernels().join[(rows, heads)](sums, tops, out, width, parts, _whole(parts), block_d)
+    return out
