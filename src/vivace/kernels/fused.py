@@ -17,12 +17,12 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-MOST_SPLITS = 16
+MOST_PARTS = 32
 """Parts of a row's entries that are attended to side by side, at most."""
-PART = 128
-"""Entries of such a part at least."""
+PROGRAMS = 384
+"""Programs of one launch from which more would wait for others: three for each multiprocessor of an H100 or H200."""
 BLOCK = 64
-"""Entries that are read together."""
+"""Entries that are read together; a part has a multiple of them."""
 
 
 @cache
@@ -118,7 +118,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, address: Tensor, visible: Te
     rows, heads, width = q.shape
     kv_heads, entries = keys.shape[0], address.shape[1]
     group = heads // kv_heads
-    parts = min(MOST_SPLITS, max(1, entries // PART)) if entries > 2 * PART else 1
+    parts = max(1, min(MOST_PARTS, PROGRAMS // (rows * kv_heads), -(-entries // BLOCK)))
+    parts = 1 << (parts.bit_length() - 1)
     part = -(-entries // (parts * BLOCK)) * BLOCK
     out = torch.empty((rows, heads, width), dtype=q.dtype, device=q.device)
     block_d = max(16, _whole(width))

@@ -23,13 +23,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vivace.kernels import fused
 from vivace.kernels.widened import widened_products
@@ -259,11 +260,10 @@ def attend_chunk(
         (B, T, H, D).
     """
     q = q.transpose(1, 2)
-    if softcap is None and torch.is_grad_enabled() and q.device.type == "cpu" and q.shape[2] <= SHORT:
+    if softcap is None and torch.is_grad_enabled() and q.shape[2] <= SHORT:
         return _attend_learning(q, keys, values, visible, scale).transpose(1, 2)
     if softcap is None:
-        is_slow = q.dtype == torch.bfloat16 and q.device.type == "cpu"
-        with widened_products() if is_slow else nullcontext():
+        with _arithmetic_of(q):
             out = F.scaled_dot_product_attention(
                 q, keys, values, attn_mask=visible, is_causal=visible is None, scale=scale, enable_gqa=True
             )
@@ -276,13 +276,24 @@ def attend_chunk(
     return _attend(q, keys, values, visible, scale, softcap).transpose(1, 2)
 
 
+def _arithmetic_of(q: Tensor) -> AbstractContextManager[object]:
+    """Return the context in which PyTorch attends: on a GPU without cuDNN, whose attention to masked entries gave
+    gradients that are no numbers (H200, PyTorch 2.11).
+    """
+    if q.is_cuda:
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return widened_products() if q.dtype == torch.bfloat16 else nullcontext()
+
+
 def _attend_learning(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """Compute attention (B, H, T, D) step by step: its backward pass takes half the time of the fused one on a CPU."""
+    """Compute attention (B, H, T, D) step by step: its backward pass takes half the time of the fused one on a CPU, and
+    on a GPU it does not depend on which fused one PyTorch takes.
+    """
     batch, heads, rows, width = q.shape
     kv_heads, entries = keys.shape[1], keys.shape[2]
     grouped = q.reshape(batch, kv_heads, heads // kv_heads * rows, width)
     if visible is None:
-        visible = torch.full((rows, entries), -math.inf, dtype=torch.float32).triu(1)
+        visible = torch.full((rows, entries), -math.inf, dtype=torch.float32, device=q.device).triu(1)
     scores = (grouped @ keys.mT).float().view(batch, kv_heads, heads // kv_heads, rows, entries) * scale
     first = (1, kv_heads, -1) if visible.dim() == 3 else (-1, 1, 1)  # a number for each head, or one for each text
     weights = torch.softmax(scores + visible.view(*first, *visible.shape[-2:]), -1).to(values.dtype)

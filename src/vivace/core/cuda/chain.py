@@ -42,6 +42,7 @@ class _Work(NamedTuple):
     """What a step does, which must be equal for two steps to be launches of one graph."""
 
     slots: int
+    """Number of sequences, n, rounded up."""
     guesses: int
     entries: int
     """Entries that a row reads, visible or masked."""
@@ -105,7 +106,7 @@ class GraphChain:
         stops = [cache.lengths[root.slot] + guesses + 1 for root in roots]
         work = self._work(roots, max(stops), guesses, draft_rows, plan, is_verified=False)
         with self._recordings.lock:
-            (tokens, hidden), _ = self._launch(work, self._begun(work, roots, cache, stops, offsets))
+            (tokens, hidden, *_), _ = self._launch(work, self._begun(work, roots, cache, stops, offsets))
             kept = [(place, node) for node in range(guesses + 1) for place, r in enumerate(roots) if node <= r.limit]
             rows = torch.tensor([place * (guesses + 1) + node for place, node in kept], device=tokens.device)
             tokens, hidden = tokens.flatten()[rows], hidden.flatten(0, 1)[rows]
@@ -190,22 +191,28 @@ class GraphChain:
         """Describe a step whose rows read up to ``last`` entries."""
         entries = max(FEWEST_ENTRIES, KEY_BLOCK << (-(-last // KEY_BLOCK) - 1).bit_length())
         head = None if plan.head is None or plan.head.module is None else plan.head
-        return _Work(len(roots), guesses, entries, draft_rows, head, is_verified)
+        return _Work(1 << (len(roots) - 1).bit_length(), guesses, entries, draft_rows, head, is_verified)
 
     def _begun(
         self, work: _Work, roots: Sequence[ChainRoot], cache: KVCache, stops: Sequence[int], offsets: Tensor | None
     ) -> list[Tensor]:
         """Return the arguments of the first step: (n, 3) roots, lengths and one past the last entry that may be kept;
         (n, depths, E) offsets, where draft rows have feedback; and for each pool where the blocks of each slot begin.
+
+        There is a graph for every power of two of sequences; where there are fewer, the last one is there several
+        times, and stores the same entries as often.
         """
         slots, device = [root.slot for root in roots], self._decoder.device
         cache.extend(slots, [stop + work.guesses for stop in stops])
         state = [[root.token, cache.lengths[root.slot], stop] for root, stop in zip(roots, stops, strict=True)]
+        missing = work.slots - len(roots)
+        state += [state[-1]] * missing
+        slots += [slots[-1]] * missing
         values = [torch.tensor(state, device=device)]
         if work.draft_rows is not None and work.draft_rows.feedback is not None:
             feedback, width = work.draft_rows.feedback, self._decoder.config.width
-            nothing = feedback.new_zeros(len(roots), len(feedback) // width, width)
-            values.append(nothing if offsets is None else offsets.to(self._decoder.dtype))
+            known = feedback.new_zeros(len(roots), len(feedback) // width, width) if offsets is None else offsets
+            values.append(torch.cat((known, known[-1:].expand(missing, -1, -1))).to(self._decoder.dtype))
         at = torch.tensor(slots, device=device)
         blocks = -(-work.entries // cache.store.size)
         for table in cache.tables:

@@ -1,0 +1,143 @@
+"""Decoding on a GPU beside transformers: ``python -m benchmarks.gpu MODEL PROMPTS --adapter DIR --json FILE``.
+
+PROMPTS is a file of ``benchmarks.chat_drafts prompts``. Our methods run as recorded graphs (``--kernels graphs``), and
+plain decoding also launch by launch (``--kernels torch``). transformers runs as it is, and with a static cache whose
+steps PyTorch compiles and records. Everything is greedy and takes turns on every prompt; since transformers takes
+longer, it answers fewer of them, in a comparison of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import vivace
+from benchmarks.chat_drafts import answered, report_of
+from benchmarks.result_files import write_report
+from vivace.engine import Engine
+from vivace.evaluate.benchmark import BenchmarkPrompt, System, Trial
+from vivace.evaluate.peers import TransformersPeer
+from vivace.evaluate.provenance import provenance
+from vivace.evaluate.roofline import pass_bytes, read_bandwidth
+from vivace.evaluate.systems import MethodSystem
+from vivace.prompts import Prompt, load_prompts
+
+
+@dataclass(frozen=True)
+class Named:
+    """A system under another name."""
+
+    name: str
+    system: System
+
+    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
+        """Answer one batch."""
+        return self.system.answer(batch)
+
+
+def transformers_systems(folder: Path, tokens: int, longest: BenchmarkPrompt) -> list[System]:
+    """Load transformers twice, once with a static cache as long as the longest prompt needs, whose steps are compiled.
+
+    Args:
+        folder: the checkpoint.
+        tokens: length limit of an answer.
+        longest: the prompt whose answer decides the length of the static cache, which is then used for all.
+    """
+    from transformers import AutoModelForCausalLM
+
+    made: list[System] = []
+    for name in ("transformers", "transformers, compiled"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to("cuda").eval()
+        model.generation_config = copy.deepcopy(model.generation_config)
+        peer = TransformersPeer("transformers", model, tokens)
+        if name != "transformers":
+            model.generation_config.cache_implementation = "static"
+            for _ in range(2):
+                peer.answer([longest])
+        made.append(Named(name, peer))
+    return made
+
+
+def ours(graphs: Engine, torch_only: Engine, methods: Sequence[str], tokens: int) -> list[System]:
+    """Return plain decoding launch by launch, and every method as graphs."""
+    by_launch = Named("plain, launch by launch", MethodSystem("plain", torch_only, tokens))
+    return [*(MethodSystem(name, graphs, tokens) for name in methods), by_launch]
+
+
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    """Measure one sequence and batches, and the comparison with transformers; return the report."""
+    kinds = {
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))["kind"]: folder for folder in asked.adapter
+    }
+    load = partial(vivace.load, asked.model, adapters=kinds, device="cuda", dtype="bfloat16")
+    graphs, by_launch = load(kernels="graphs"), load(kernels="torch")
+    rows: list[Prompt] = load_prompts(asked.prompts)
+    written: dict[str, Any] = {
+        "provenance": asdict(provenance(torch.device("cuda"))),
+        "model": asked.model.name,
+        "tokens": asked.max_new_tokens,
+        "kernels": "graphs",
+        "threads": torch.get_num_threads(),
+        "remembered": False,
+        "pass_bytes": pass_bytes(graphs.model),
+        "bytes_per_s": read_bandwidth(torch.device("cuda"), num_bytes=1 << 31),
+        "adapters": {
+            kind: json.loads((folder / "config.json").read_text(encoding="utf-8"))["plan"]
+            for kind, folder in kinds.items()
+        },
+        "report": [],
+        "beside": [],
+    }
+    for batch in asked.batches:
+        part = argparse.Namespace(**{**vars(asked), "batch": batch})
+        systems = ours(graphs, by_launch, asked.methods if batch == 1 else asked.batch_methods, asked.max_new_tokens)
+        written["report"] += report_of(graphs, rows, part, partial(_always, systems))
+        write_report(asked.json, written)
+    if asked.peers:
+        few = argparse.Namespace(**{**vars(asked), "batch": 1, "limit": asked.peers})
+        chosen = [row for task in dict.fromkeys(row.task for row in rows) for row in _of(rows, task)[: asked.peers]]
+        longest = max(answered(graphs, chosen, asked.max_new_tokens), key=lambda prompt: len(prompt.token_ids))
+        others = transformers_systems(asked.model, asked.max_new_tokens, longest)
+        both = [*ours(graphs, by_launch, asked.methods, asked.max_new_tokens), *others]
+        written["beside"] = report_of(graphs, chosen, few, partial(_always, both))
+        write_report(asked.json, written)
+    return written
+
+
+def _always(systems: Sequence[System], temperature: float) -> Sequence[System]:
+    return systems
+
+
+def _of(rows: Sequence[Prompt], task: str | None) -> list[Prompt]:
+    return [row for row in rows if row.task == task]
+
+
+def main() -> None:
+    """Measure and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("--adapter", type=Path, action="append", default=[], help="draft weights, repeatable")
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=["plain", "lookup"])
+    parser.add_argument("--batch-methods", type=lambda text: text.split(","), default=["plain"])
+    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1])
+    parser.add_argument("--limit", type=int, default=10, help="prompts of each category")
+    parser.add_argument("--peers", type=int, default=1, help="prompts of each category that transformers answers too")
+    parser.add_argument("--tokens", dest="max_new_tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", type=Path, required=True)
+    asked = parser.parse_args()
+    asked.temperatures = [0.0]
+    measure(asked)
+
+
+if __name__ == "__main__":
+    main()
