@@ -22,7 +22,6 @@ import torch
 import vivace
 from benchmarks.chat_drafts import answered, report_of
 from benchmarks.result_files import write_report
-from vivace.engine import Engine
 from vivace.evaluate.benchmark import BenchmarkPrompt, System, Trial
 from vivace.evaluate.peers import TransformersPeer
 from vivace.evaluate.provenance import provenance
@@ -66,19 +65,13 @@ def transformers_systems(folder: Path, tokens: int, longest: BenchmarkPrompt) ->
     return made
 
 
-def ours(graphs: Engine, torch_only: Engine, methods: Sequence[str], tokens: int) -> list[System]:
-    """Return plain decoding launch by launch, and every method as graphs."""
-    by_launch = Named("plain, launch by launch", MethodSystem("plain", torch_only, tokens))
-    return [*(MethodSystem(name, graphs, tokens) for name in methods), by_launch]
-
-
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    """Measure one sequence and batches, and the comparison with transformers; return the report."""
+    """Measure our methods, then some of the prompts with transformers beside them; return the report."""
     kinds = {
         json.loads((folder / "config.json").read_text(encoding="utf-8"))["kind"]: folder for folder in asked.adapter
     }
     load = partial(vivace.load, asked.model, adapters=kinds, device="cuda", dtype="bfloat16")
-    graphs, by_launch = load(kernels="graphs"), load(kernels="torch")
+    graphs = load(kernels="graphs")
     rows: list[Prompt] = load_prompts(asked.prompts)
     written: dict[str, Any] = {
         "provenance": asdict(provenance(torch.device("cuda"))),
@@ -93,21 +86,18 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
             kind: json.loads((folder / "config.json").read_text(encoding="utf-8"))["plan"]
             for kind, folder in kinds.items()
         },
-        "report": [],
         "beside": [],
     }
-    for batch in asked.batches:
-        part = argparse.Namespace(**{**vars(asked), "batch": batch})
-        systems = ours(graphs, by_launch, asked.methods if batch == 1 else asked.batch_methods, asked.max_new_tokens)
-        written["report"] += report_of(graphs, rows, part, partial(_always, systems))
-        write_report(asked.json, written)
+    methods = [MethodSystem(name, graphs, asked.max_new_tokens) for name in asked.methods]
+    written["report"] = report_of(graphs, rows, asked, partial(_always, methods))
+    write_report(asked.json, written)
     if asked.peers:
-        few = argparse.Namespace(**{**vars(asked), "batch": 1, "limit": asked.peers})
+        by_launch = Named("plain, launch by launch", MethodSystem("plain", load(kernels="torch"), asked.max_new_tokens))
+        few = argparse.Namespace(**{**vars(asked), "limit": asked.peers})
         chosen = [row for task in dict.fromkeys(row.task for row in rows) for row in _of(rows, task)[: asked.peers]]
         longest = max(answered(graphs, chosen, asked.max_new_tokens), key=lambda prompt: len(prompt.token_ids))
         others = transformers_systems(asked.model, asked.max_new_tokens, longest)
-        both = [*ours(graphs, by_launch, asked.methods, asked.max_new_tokens), *others]
-        written["beside"] = report_of(graphs, chosen, few, partial(_always, both))
+        written["beside"] = report_of(graphs, chosen, few, partial(_always, [*methods, by_launch, *others]))
         write_report(asked.json, written)
     return written
 
@@ -127,8 +117,7 @@ def main() -> None:
     parser.add_argument("prompts", type=Path)
     parser.add_argument("--adapter", type=Path, action="append", default=[], help="draft weights, repeatable")
     parser.add_argument("--methods", type=lambda text: text.split(","), default=["plain", "lookup"])
-    parser.add_argument("--batch-methods", type=lambda text: text.split(","), default=["plain"])
-    parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")], default=[1])
+    parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--limit", type=int, default=10, help="prompts of each category")
     parser.add_argument("--peers", type=int, default=1, help="prompts of each category that transformers answers too")
     parser.add_argument("--tokens", dest="max_new_tokens", type=int, default=128)
