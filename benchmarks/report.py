@@ -33,6 +33,7 @@ from benchmarks import (
     features,
     first_token_tables,
     flash_tables,
+    gpu_tables,
     guard_table,
     hostile_tables,
     palette_tables,
@@ -168,6 +169,10 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         },
         techniques / "low_bit_weights.md": {"bars": bars.tables(RESULTS / "passes"), "formats": bars.formats(QUALITY)},
         techniques / "screened_head.md": {"results": screened_tables.tables(RESULTS / "screened")},
+        docs / "gpu.md": {
+            "results": gpu_tables.tables(RESULTS / "gpu"),
+            "training": gpu_tables.trainings(RESULTS / "gpu_training"),
+        },
         techniques / "drafting_for_chat.md": {
             "rivals": rivals_own.tables(RESULTS / "chat_rivals"),
             "results": chat_tables.tables(RESULTS / "chat"),

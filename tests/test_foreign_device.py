@@ -19,6 +19,9 @@ from tests.every_method import NOT_QUICK, make_model
 from tests.objectives.case import BATCH
 from tests.objectives.test_objectives import CASES
 from vivace.checkpoint.load import choose_device
+from vivace.core.cuda.backend import CudaBackend
+from vivace.core.cuda.graphs import GraphSpan
+from vivace.core.cuda.recordings import Results
 from vivace.decode.depth import ExitThresholds
 from vivace.decode.plain import NoDrafts
 from vivace.decode.prefix import PrefixCache
@@ -74,6 +77,37 @@ def same_on_both(folder: Path, method: str, run: Run) -> None:
         found = run(moved(opened(folder, method)))
     assert found == expected
     assert copied, "numbers that Python reads are copied from the device"
+
+
+def remembered(work: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
+    """Record by remembering what is to be done; what would read numbers is refused, as a graph refuses it."""
+    before = copied.total()
+    results = work()
+    assert copied.total() == before, f"a graph waits for no number: {sorted(copied)}"
+
+    def launch() -> None:
+        for place, value in zip(results, work(), strict=True):
+            place.copy_(value)
+
+    return launch, results
+
+
+@pytest.mark.parametrize("method", ["plain", "multirate", "deed"])
+def test_whole_steps_are_made_there(folder: Path, method: str) -> None:
+    def run(engine: Engine) -> list[tuple[int, ...]]:
+        if engine.model.device == FOREIGN:
+            engine.model.run_on(CudaBackend(remembered))
+        found = [text for _ in range(3) for text in texts(engine, method, **GREEDY)]
+        assert engine.model.device != FOREIGN or any(shape[0] == "chain" for shape in recorded_shapes(engine))
+        return found
+
+    same_on_both(folder, method, run)
+
+
+def recorded_shapes(engine: Engine) -> list[Any]:
+    span = engine.model.backend.span
+    assert isinstance(span, GraphSpan)
+    return list(span.recordings._graphs)
 
 
 def test_a_tensor_of_the_cpu_is_found() -> None:
@@ -210,7 +244,7 @@ def test_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, folder: P
 
 def test_native_kernels_stay_on_the_cpu(folder: Path) -> None:
     gpu = torch.device("cuda:0")
-    assert choose(device=gpu).name == "torch"
-    assert "on cuda:0" in choose(device=gpu).reason
+    assert choose(device=gpu).name == "graphs"
+    assert choose("torch", device=gpu).name == "torch"
     with pytest.raises(UnsupportedError, match="avx2 kernels run on the CPU"):
         choose("avx2", device=gpu)

@@ -12,7 +12,7 @@ from vivace.kernels.library import BODIES, open_library, runnable
 from vivace.kernels.native import NativeBody
 
 GRAPHS = "graphs"
-"""PyTorch's kernels on a GPU, a whole pass recorded as one CUDA graph."""
+"""PyTorch's and Triton's kernels on a GPU, a whole step recorded as one CUDA graph."""
 NAMES = ("auto", "torch", *BODIES, GRAPHS)
 LISTED = ", ".join(NAMES[:-1]) + " or " + NAMES[-1]
 LACKING = {"amx": "processor, its system or the compiler that built the library"}
@@ -59,7 +59,7 @@ def choose(asked: str = "auto", *, device: torch.device = CPU, features: Set[str
     if device.type != "cpu":
         if asked != "auto":
             raise UnsupportedError(f"the {asked} kernels run on the CPU, the model is on {device}; leave out --kernels")
-        return KernelChoice("torch", f"native kernels run on the CPU, the model is on {device}", None)
+        return KernelChoice(GRAPHS, "the fastest on a GPU", None)
     try:
         library = open_library()
     except DependencyError as error:

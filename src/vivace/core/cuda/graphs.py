@@ -31,8 +31,11 @@ MOST_ROWS = 64
 
 
 def can_record(decoder: Decoder) -> bool:
-    """Return whether the layers of a decoder never wait for the processor, as a mixture does to choose its experts."""
-    return all(isinstance(layer.feed_forward, FeedForward) for layer in decoder.layers) and not decoder.stateful
+    """Return whether the layers of a decoder never wait for the processor, as a mixture does to choose its experts, and
+    read nothing but the text: how long a source is, is a number of Python.
+    """
+    has_experts = any(not isinstance(layer.feed_forward, FeedForward) for layer in decoder.layers)
+    return not has_experts and not decoder.stateful and decoder.config.encoder is None
 
 
 class Shape(NamedTuple):

@@ -1,0 +1,89 @@
+"""Tables of decoding and training on a GPU: files of ``benchmarks.gpu``, and of a training's progress there."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import captions
+from benchmarks.decode_tables import interval
+from benchmarks.result_files import NO_RUN, read_named
+from tools.blocks import table
+
+
+def tables(folder: Path) -> str:
+    """Return two tables for each file: our methods by category, and one for the prompts that transformers answered."""
+    parts = []
+    for stem, written in read_named(folder):
+        report, beside = written["report"], written["beside"]
+        ceiling = written["bytes_per_s"] / written["pass_bytes"]
+        plain = statistics.fmean(part["runs"][0]["tokens_per_s"] for part in report)
+        parts.append(
+            f"**{written['model']}** on one {written['provenance']['device']}, bfloat16, greedy, batch "
+            f"{report[0]['batch']}, {report[0]['num_prompts']} prompts of each category, up to {written['tokens']} "
+            f"tokens (`{stem}.json`). {_machine(written['provenance'])}. Reading the weights once would take "
+            f"{1e6 / ceiling:.0f} µs, so that plain decoding is at {plain / ceiling:.0%} of that bound. "
+            f"{sum(run['num_different'] for part in report for run in part['runs'])} texts differ from plain's."
+        )
+        parts.append(_speeds(report))
+        if beside:
+            printed = ", read from what the run printed: its time ended before the others" * (
+                "beside_is_printed" in written
+            )
+            parts.append(
+                f"Beside transformers {written['provenance']['packages']['transformers']}, one prompt of a category"
+                f"{printed}. *compiled*: a static cache, whose steps PyTorch compiles and records."
+            )
+            parts.append(_beside(beside))
+    return "\n\n".join(parts) or NO_RUN
+
+
+def trainings(folder: Path) -> str:
+    """Return a sentence and a table for each training: agreement on held-back rows as tokens were learnt from."""
+    parts = []
+    for stem, written in read_named(folder):
+        rate = statistics.median(step["tokens_per_s"] for step in written["steps"])
+        answers, last = written["answers"], written["held_back"][-1]
+        parts.append(
+            f"**{written['model']}** on one {written['provenance']['device']} (`{stem}.json`), recipe "
+            f"`{written['recipe']}`: {answers['tokens']:,} tokens of its own answers were written in "
+            f"{answers['seconds']} s, {answers['batch']} prompts at a time, and {last['step']:,} steps of "
+            f"{written['minutes'] * 60:.0f} s made of them, {rate:,.0f} predicted tokens a second. "
+            f"{_machine(written['provenance'])}."
+        )
+        rows = [(f"{held['step']:,}", f"{held['agreement']:.2f}", f"{held['kl']:.2f}") for held in written["held_back"]]
+        parts.append(table(("step", "guesses that agree, held-back rows", "KL divergence"), rows))
+    return "\n\n".join(parts) or NO_RUN
+
+
+def _machine(provenance: Mapping[str, Any]) -> str:
+    packages = provenance["packages"]
+    return f"PyTorch {packages['torch']}, {provenance['cpu']}, {captions.tree(provenance)}"
+
+
+def _speeds(report: Sequence[Mapping[str, Any]]) -> str:
+    names = [run["method"] for run in report[0]["runs"]]
+    rows = [
+        (
+            f"{part['category']} ({part['prompt_tokens']:.0f} tokens)",
+            f"{part['runs'][0]['tokens_per_s']:.0f}/s",
+            *(f"{interval(run)}, {run['tokens_per_target_pass']:.2f}" for run in part["runs"][1:]),
+        )
+        for part in report
+    ]
+    heads = (f"{name}, tokens a pass" for name in names[1:])
+    return table(("prompts", "plain", *heads), rows)
+
+
+def _beside(report: Sequence[Mapping[str, Any]]) -> str:
+    names = [run["method"] for run in report[0]["runs"]]
+    rows = [
+        (
+            f"{part['category']} ({part['prompt_tokens']:.0f} tokens)",
+            *(f"{run['tokens_per_s']:.0f}/s, {run['speedup']:.2f}x" for run in part["runs"]),
+        )
+        for part in report
+    ]
+    return table(("prompt", *names), rows)
