@@ -201,9 +201,8 @@ class BlockPool:
             return sum(count > 1 for count in self._holders.values())
 
     def stored(self, layer: int) -> tuple[Tensor, ...]:
-        """Return keys and values of a layer of the pool, each (K, capacity, D); block b begins at b * size.
-
-        Behind them are the scales (K, capacity, 1) of both where they are in eight bits.
+        """Return keys and values of a layer of the pool, each (K, capacity, D); block b begins at b * size. Behind them
+        are the scales (K, capacity, 1) of both where they are in eight bits.
         """
         return self._stored[layer]
 
