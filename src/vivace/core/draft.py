@@ -181,6 +181,27 @@ class Draft:
         )
         return grown, rows
 
+    def with_chains(self, chains: Mapping[int, Sequence[int]]) -> Draft:
+        """Append a chain of deterministic guesses below the root of each slot, depth by depth, like ``grow``.
+
+        Args:
+            chains: tokens by slot, in the order of the new rows of a depth; a slot may have none.
+        """
+        assert self.probs is None, "guesses of a draft are drawn from distributions, or none is"
+        tokens, slots, nodes, parents = (list(part) for part in self.lists)
+        above = dict(zip(self.slots, self.last_rows, strict=True))
+        for depth in range(max(map(len, chains.values()), default=0)):
+            for slot, chain in chains.items():
+                if len(chain) > depth:
+                    tokens.append(chain[depth])
+                    slots.append(slot)
+                    nodes.append(nodes[above[slot]] + 1)
+                    parents.append(above[slot])
+                    above[slot] = len(tokens) - 1
+        known = RowLists(tokens, slots, nodes, parents)
+        rows = torch.tensor(known, dtype=torch.int64, device=self.device).unbind()
+        return replace(self, tokens=rows[0], slot=rows[1], node=rows[2], parent=rows[3], known=known)
+
     def only(self, rows: Sequence[int]) -> Draft:
         """Return the draft with only these rows. With a row its ancestors must stay, and nodes keep their numbers.
 

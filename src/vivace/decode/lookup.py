@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from vivace.core.cache import KVCache
-from vivace.core.seams import Context, Draft, TargetPass, Traversal, Verdict
+from vivace.core.model import Decoder
+from vivace.core.seams import Context, Decided, Draft, TargetPass, Traversal, Verdict
 from vivace.decode.forward import ForwardPass
+from vivace.decode.multi_step import deciding
 from vivace.decode.plain import Forgetful, OwnsNoCache
 from vivace.errors import ConfigError
 
@@ -71,39 +71,42 @@ class PromptLookup(OwnsNoCache):
 
     name = "lookup"
 
-    def __init__(self, config: LookupConfig | None = None) -> None:
+    def __init__(self, config: LookupConfig | None = None, model: Decoder | None = None) -> None:
+        """Draft for any model; a step in which no text repeats itself is one call of ``model``, if it is given."""
         self.config = LookupConfig() if config is None else config
+        self.model = model
 
     def open(self, cache: KVCache) -> LookupState:
         """Return the state of a session that has seen no text yet."""
-        return LookupState(self.config)
+        return LookupState(self.config, self.model)
 
 
 class LookupState(Forgetful):
     """Implements ``DraftState``: an n-gram index of each slot's text."""
 
-    def __init__(self, config: LookupConfig) -> None:
+    def __init__(self, config: LookupConfig, model: Decoder | None = None) -> None:
         self.config = config
+        self.model = model
         self.traversal: Traversal = ForwardPass()
         self._index: dict[int, NgramIndex] = {}
 
-    def propose(self, context: Context) -> Draft:
-        """Return the committed tokens, with a chain of guesses in each slot whose last tokens occurred before."""
-        return self.seed(context.committed(), context)[0]
+    def propose(self, context: Context) -> Draft | Decided:
+        """Return the committed tokens, with a chain of guesses in each slot whose last tokens occurred before; where
+        none did, the step is made here, as plain decoding makes it.
+        """
+        draft, known = self.seed(context.committed(), context)
+        found = None if known or self.model is None else deciding(self.model, context)
+        if found is None:
+            return draft
+        return found.chain.decide([found.root(slot, 0) for slot in found.pending], context.cache, context.ends)
 
     def seed(self, draft: Draft, context: Context) -> tuple[Draft, frozenset[int]]:
         """Add a chain below the roots of ``draft`` where the last tokens occurred before; also return the slots that
         got one.
         """
         chains = {slot: self.guess(context, slot) for slot in context.slots}
-        leaves = dict(zip(draft.slots, draft.last_rows, strict=True))
-        for depth in range(max(map(len, chains.values()), default=0)):
-            growing = [slot for slot in context.slots if len(chains[slot]) > depth]
-            tokens = torch.tensor([[chains[slot][depth]] for slot in growing], device=draft.device)
-            below = torch.tensor([leaves[slot] for slot in growing], device=draft.device)
-            draft, rows = draft.grow(below, tokens)
-            leaves.update(zip(growing, rows.tolist(), strict=True))
-        return draft, frozenset(slot for slot, chain in chains.items() if chain)
+        known = frozenset(slot for slot, chain in chains.items() if chain)
+        return draft.with_chains(chains) if known else draft, known
 
     def guess(self, context: Context, slot: int) -> list[int]:
         """Return the tokens that followed this slot's last tokens before, at most as many as it may still use."""

@@ -403,7 +403,7 @@ class GraphChain:
     def _memory(self, work: _Work, blocks: Sequence[Tensor]) -> KVCache:
         """Return a cache over the blocks of the decoder's texts in which slot i has the blocks of sequence i."""
         key = work.slots, work.entries
-        if key not in self._memories:
+        if key not in self._memories or self._memories[key].store is not self._decoder.blocks:
             self._memories[key] = self._decoder.new_cache(work.slots, work.entries)
         memory = self._memories[key]
         for table, there in zip(memory.tables, blocks, strict=True):

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 def _lookup(context: MethodContext) -> Drafter:
     from vivace.decode.lookup import LookupConfig, PromptLookup
 
-    return PromptLookup(LookupConfig() if context.length is None else LookupConfig(num_draft_tokens=context.length))
+    config = LookupConfig() if context.length is None else LookupConfig(num_draft_tokens=context.length)
+    return PromptLookup(config, context.model)
 
 
 LOOKUP = MethodSpec(

@@ -1,0 +1,73 @@
+"""The Triton kernels on a GPU: what PyTorch computes in float32, whatever the shapes. Run with ``-m gpu``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from vivace.kernels import fused, reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or not fused.is_there(), reason="no GPU, or no Triton"),
+]
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
+"""Largest relative difference: that of one rounding, and of weights that are rounded before they are multiplied."""
+SHAPES = [(1, 9, 3, 64, 256), (6, 9, 3, 64, 512), (4, 4, 2, 32, 1024), (2, 8, 1, 80, 512), (3, 32, 2, 128, 64)]
+"""Rows, heads, key heads, width of a head, entries."""
+
+
+def apart(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+@pytest.fixture(params=TOLERANCE)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("rows", "heads", "kv_heads", "width", "entries"), SHAPES)
+@pytest.mark.parametrize("shared", [True, False])
+def test_attention_to_entries_wherever_they_lie(
+    rows: int, heads: int, kv_heads: int, width: int, entries: int, shared: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    keys, values = (torch.randn(kv_heads, 4096, width, device="cuda").to(dtype) for _ in range(2))
+    places = [torch.randperm(4096)[:entries] for _ in range(1 if shared else rows)]
+    address = torch.stack(places).to("cuda")
+    q = torch.randn(rows, heads + 3, width, device="cuda").to(dtype)[:, :heads]
+    seen = torch.randint(1, entries, (rows, 1), device="cuda")
+    visible = torch.zeros(rows, entries, dtype=dtype, device="cuda")
+    visible.masked_fill_(torch.arange(entries, device="cuda") >= seen, -torch.inf)
+    found = fused.attend(q, keys, values, address, visible, 0.125)
+    k, v = (stored[:, address].transpose(0, 1).float().expand(rows, -1, -1, -1) for stored in (keys, values))
+    grouped = q.float().view(rows, kv_heads, -1, width)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        grouped, k, v, attn_mask=visible.float()[:, None, None], scale=0.125
+    )
+    assert apart(found, wanted.reshape(rows, heads, width)) < TOLERANCE[dtype]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("width", "rotated"), [(64, 64), (80, 32), (128, 128)])
+def test_rotation(width: int, rotated: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 14, width, device="cuda").to(dtype)[:, :12]
+    cos, sin = (torch.randn(5, 1, rotated, device="cuda").to(dtype) for _ in range(2))
+    wanted = reference.rotate(x.float(), cos.float(), sin.float())
+    assert apart(fused.rotate(x, cos, sin), wanted) < TOLERANCE[dtype]
+
+
+@torch.inference_mode()
+def test_storing_is_exact(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    stored = [torch.randn(3, 512, 64, device="cuda").to(dtype) for _ in range(2)]
+    wanted = [each.clone() for each in stored]
+    rows = torch.randn(5, 15, 64, device="cuda").to(dtype)
+    keys, values, address = rows[:, 9:12], rows[:, 12:], torch.randperm(512, device="cuda")[:5]
+    fused.store(keys, values, address, *stored)
+    for whole, part in zip(wanted, (keys, values), strict=True):
+        whole.index_copy_(1, address, part.transpose(0, 1))
+    assert all(map(torch.equal, stored, wanted))
