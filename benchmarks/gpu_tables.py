@@ -25,7 +25,7 @@ def tables(folder: Path) -> str:
             f"{report[0]['batch']}, {report[0]['num_prompts']} prompts of each category, up to {written['tokens']} "
             f"tokens (`{stem}.json`). {_machine(written['provenance'])}. Reading the weights once would take "
             f"{1e6 / ceiling:.0f} µs, so that plain decoding is at {plain / ceiling:.0%} of that bound. "
-            f"{sum(run['num_different'] for part in report for run in part['runs'])} texts differ from plain's."
+            f"Texts that differ from plain's: {sum(run['num_different'] for part in report for run in part['runs'])}."
         )
         parts.append(_speeds(report))
         if beside:

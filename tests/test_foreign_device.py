@@ -22,6 +22,7 @@ from vivace.checkpoint.load import choose_device
 from vivace.core.cuda.backend import CudaBackend
 from vivace.core.cuda.graphs import GraphSpan
 from vivace.core.cuda.recordings import Results
+from vivace.core.cuda.whole_step import WHOLE_STEP
 from vivace.decode.depth import ExitThresholds
 from vivace.decode.plain import NoDrafts
 from vivace.decode.prefix import PrefixCache
@@ -98,7 +99,7 @@ def test_whole_steps_are_made_there(folder: Path, method: str) -> None:
         if engine.model.device == FOREIGN:
             engine.model.run_on(CudaBackend(remembered))
         found = [text for _ in range(3) for text in texts(engine, method, **GREEDY)]
-        assert engine.model.device != FOREIGN or any(shape[0] == "chain" for shape in recorded_shapes(engine))
+        assert engine.model.device != FOREIGN or any(shape[0] == WHOLE_STEP for shape in recorded_shapes(engine))
         return found
 
     same_on_both(folder, method, run)
@@ -107,7 +108,7 @@ def test_whole_steps_are_made_there(folder: Path, method: str) -> None:
 def recorded_shapes(engine: Engine) -> list[Any]:
     span = engine.model.backend.span
     assert isinstance(span, GraphSpan)
-    return list(span.recordings._graphs)
+    return list(span.recordings.shapes)
 
 
 def test_a_tensor_of_the_cpu_is_found() -> None:

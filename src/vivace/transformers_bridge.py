@@ -271,7 +271,7 @@ def _decoder(model: Any, kernels: str) -> tuple[Decoder, Fingerprint | None]:
     kinds = {(p.dtype, p.device.type) for p in model.parameters()}
     own, device = min(kinds, key=str)
     dtype = choose_dtype("auto", own, torch.device(device))
-    choice = choose(kernels, device=torch.device(device))
+    choice = choose("torch" if device != "cpu" and kernels == "auto" else kernels, device=torch.device(device))
     backend = backend_of(choice.body, "bf16", dtype, is_required=kernels != "auto")
     if backend is None or len(kinds) > 1:
         if kernels == "auto":

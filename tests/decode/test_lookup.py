@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.decode.runs import finish
+from tests.decode.runs import Result, finish
+from tests.decode.steps_at_once import Noting, packed
 from tests.decode.tiny_decoders import prompts
 from vivace.core.blocks import LayerSpec
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder
-from vivace.core.seams import Context, Draft
+from vivace.core.sampling import Sampling
+from vivace.core.seams import Context, Draft, Drafter
 from vivace.decode.distributions import Distributions
 from vivace.decode.lookup import LookupConfig, NgramIndex, PromptLookup
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.errors import ConfigError
+from vivace.kernels.native import NativeBody
 
 
 def searched(tokens: Sequence[int], smallest: int, largest: int, count: int) -> list[int]:
@@ -120,3 +124,27 @@ def test_repetition_is_drafted_and_changes_nothing(models: Callable[..., Decoder
 def test_what_makes_no_sense_is_refused(fields: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="lookup needs num_draft_tokens >= 1"):
         LookupConfig(**fields)
+
+
+@pytest.mark.parametrize("asked", [{}, {"logprobs": True}, {"sampling": Sampling(do_sample=True), "seed": 3}])
+@pytest.mark.parametrize("slots", [1, 4])
+def test_steps_without_a_hit_are_made_in_one_call(body: NativeBody, asked: dict[str, Any], slots: int) -> None:
+    """The text, log p and statistics of steps that the session verifies; a batch in which some texts repeat."""
+    model = packed("plain", body)
+    config = LookupConfig(num_draft_tokens=3, min_ngram=1, max_ngram=2)
+
+    def run(drafter: Drafter, steps: int | None) -> list[Result]:
+        session = Session(model, num_slots=slots, capacity=96, chunk=8, steps_per_call=steps)
+        return finish(session, [Request(prompt, 20, drafter, **asked) for prompt in prompts(4, seed=2)])
+
+    drafter = Noting(PromptLookup(config, model))
+    found, alone = run(drafter, None), run(PromptLookup(config), None)
+    assert drafter.steps, "some steps found nothing"
+    assert len(drafter.steps) < len(drafter.proposed), "and some did"
+    for mine, yours in zip(found, alone, strict=True):
+        assert (mine.tokens, mine.logprobs) == (yours.tokens, yours.logprobs)
+        for counted in ("num_spec_steps", "num_draft_tokens", "accepted_per_position"):
+            assert getattr(mine.stats, counted) == getattr(yours.stats, counted), counted
+    drafter.proposed.clear()
+    assert [r.tokens for r in run(drafter, 0)] == [r.tokens for r in found]
+    assert not drafter.steps

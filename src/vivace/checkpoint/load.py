@@ -253,8 +253,7 @@ def choose_device(device: str | torch.device) -> torch.device:
     """Return the device to run on.
 
     Args:
-        device: "cpu"; "cuda", also with the number of a GPU ("cuda:1"); or "auto", which is the CPU, since decoding on
-            a GPU has not been measured.
+        device: "cpu"; "cuda", also with the number of a GPU ("cuda:1"); or "auto", which is the CPU.
 
     Raises:
         UnsupportedError: another kind of device, or a GPU that PyTorch does not find here.

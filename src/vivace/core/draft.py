@@ -281,12 +281,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Decided:
-    """Steps of decoding made by one native call, each drafted and verified before the next began.
+    """Steps of decoding made by one call of a backend, each drafted and verified before the next began.
 
     The text is that of plain decoding for the same reason as with a step of the session (``decode/verify.py``, greedy).
-    In every step all rows of a draft passed all layers of the model, with the bits they have in any other call. A guess
-    was kept where it is the model's token after the row above it, up to the first that is not; the next step began
-    with the model's token after the last kept row (``kernels/native/speculate.h``). That token is the argmax of the
+    In every step all rows of a draft passed all layers of the model (on a CPU with the bits of any other call). A guess
+    was kept where it is the model's token after the row above it, up to the first that is not; the next step began with
+    the model's token after the last kept row (``kernels/native/speculate.h``). That token is the argmax of the
     logits (``Distribution.is_greedy``) or of perturbed logits (``Context.drawings``); other sequences are not decided
     so. What a request stops at besides its end tokens is cut
     off afterwards, as in any block. The token after the last row is left to the session, which reads it from the

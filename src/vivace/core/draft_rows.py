@@ -49,6 +49,8 @@ class ChainPlan(NamedTuple):
     """Largest number of steps of drafting and verification in one call."""
     room: int = 1
     """Largest number of rows that are kept in these steps."""
+    length: int = 0
+    """Guesses of a chain where nothing limits it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,12 +126,13 @@ class HeadRows:
 
 
 class Chain(Protocol):
-    """Drafts, and verifies, several tokens in one call, to the bits of the same steps made one by one."""
+    """Drafts, and verifies, several tokens in one call; on a CPU to the bits of the same steps made one by one."""
 
     quantizes: bool
     """Whether it can draft with layers in fewer bits than the decoder's own."""
-    draws: bool
-    """Whether tokens are drawn with the noise of their positions (``draw``), wherever a text allows it."""
+    draws_by_position: bool
+    """Whether tokens are drawn with the noise of their positions (``draw``), by the session too, wherever a text allows
+    it; otherwise with the random numbers of its generator."""
 
     @property
     def can_draw(self) -> bool:
@@ -208,7 +211,7 @@ class Chain(Protocol):
 
 
 def why_no_chain(c: ModelConfig) -> str | None:
-    """Return why a model with a span cannot make several steps in one native call, or None where it can."""
+    """Return why a model with a span cannot make several steps in one call, or None where it can."""
     if any(rope.depends_on_length for rope in c.ropes):
         return "rotations depend on the length of a text"
     if c.encoder is not None or c.positions in ("sinusoid", "relative") or c.embedding_norm or not c.final_norm:

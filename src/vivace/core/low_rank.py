@@ -79,8 +79,7 @@ class LowRankDeltas:
         if down is None:
             return
         up = self.up[site]
-        whole = len(x) == len(self.which)
-        for adapter, rows in (self if whole else replace(self, which=self.which[: len(x)])).spans:
+        for adapter, rows in (self if len(x) == len(self.which) else self._first(len(x))).spans:
             inner = kernels.linear(x[rows].to(down.dtype), down[adapter])
             if site[1] == "mlp":
                 inner = kernels.pointwise(F.silu, inner)
@@ -89,6 +88,12 @@ class LowRankDeltas:
                 y[rows].add_(term)
             else:
                 y.index_add_(0, rows, term)
+
+    def _first(self, count: int) -> LowRankDeltas:
+        """Return the same deltas for the first rows, without reading from the device what is known of them."""
+        first = replace(self, which=self.which[:count])
+        vars(first)["carriers"] = self.carriers[:count]
+        return first
 
     def take(self, rows: Tensor) -> LowRankDeltas:
         """Return the same deltas for some rows of the call."""

@@ -59,7 +59,7 @@ def _draw(model: Decoder, logits: Tensor, context: Context) -> Draw | None:
     Whether it can depends on the model, the session and the slot's request, never on other slots.
     """
     chain, drawings = model.backend.chain, context.drawings
-    if chain is None or not chain.draws or context.cache.row_count != 1 or not drawings:
+    if chain is None or not chain.draws_by_position or context.cache.row_count != 1 or not drawings:
         return None
 
     def draw(slot: int, row: int, rows: int) -> int | None:

@@ -94,10 +94,11 @@ class LookupState(Forgetful):
         """Return the committed tokens, with a chain of guesses in each slot whose last tokens occurred before; where
         none did, the step is made here, as plain decoding makes it.
         """
-        draft, known = self.seed(context.committed(), context)
-        found = None if known or self.model is None else deciding(self.model, context)
+        chains = {slot: self.guess(context, slot) for slot in context.slots}
+        has_any = any(chains.values())
+        found = None if has_any or self.model is None else deciding(self.model, context)
         if found is None:
-            return draft
+            return context.committed().with_chains(chains) if has_any else context.committed()
         return found.chain.decide([found.root(slot, 0) for slot in found.pending], context.cache, context.ends)
 
     def seed(self, draft: Draft, context: Context) -> tuple[Draft, frozenset[int]]:

@@ -1,4 +1,4 @@
-"""Multi-step decoding: one native call makes several steps of some sequences, verification included.
+"""Multi-step decoding: one call of the backend makes several steps of some sequences, verification included.
 
 With a small model, returning to Python after each pass takes a quarter of the time of a pass. Where draft rows can be
 described as data (``core/draft_rows.py``) and sequences take the argmax, or the argmax of logits that were perturbed
@@ -28,7 +28,7 @@ FORGET = 1.02
 
 
 class Deciding(NamedTuple):
-    """What a native call needs to decode the sequences of a step."""
+    """What one call needs to decode the sequences of a step."""
 
     chain: Chain
     pending: dict[int, int]
@@ -42,8 +42,8 @@ class Deciding(NamedTuple):
 
 
 def native_chain(model: Decoder, context: Context) -> Chain | None:
-    """Return what drafts or decodes in native calls; None where the backend has none, where a session pads its calls,
-    or where it cannot add what an adapter does.
+    """Return what drafts or decodes in calls of the backend; None where it has none, where a session pads its calls, or
+    where it cannot add what an adapter does.
     """
     chain = model.backend.chain if context.cache.row_count == 1 else None
     return chain if chain is None or chain.can_wear(context.cache, context.slots) else None
@@ -73,7 +73,7 @@ def drawings_of(chain: Chain, context: Context) -> Mapping[int, Drawing]:
 
 
 class StepBudget:
-    """Decides how many steps one native call may make: one where a text begins, then as many as take ``BLOCK_S``."""
+    """Decides how many steps one call may make: one where a text begins, then as many as take ``BLOCK_S``."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """Measure passes with ``clock``, in seconds."""
@@ -113,7 +113,7 @@ class StepBudget:
 
 
 class MultiStepPlain(NoDrafts):
-    """Implements ``Drafter``: plain decoding which makes several tokens in one native call where it can."""
+    """Implements ``Drafter``: plain decoding which makes several tokens in one call where it can."""
 
     def __init__(self, model: Decoder, *, clock: Callable[[], float] = time.perf_counter) -> None:
         """Decode with ``model``; ``clock`` measures its passes in seconds."""
@@ -122,7 +122,7 @@ class MultiStepPlain(NoDrafts):
         self._budget = StepBudget(clock)
 
     def propose(self, context: Context) -> Draft | Decided:
-        """Return the committed tokens, or also the tokens that a native call has decoded after them."""
+        """Return the committed tokens, or also the tokens that one call has decoded after them."""
         found = deciding(self._model, context)
         if found is None:
             return context.committed()

@@ -170,7 +170,7 @@ class ShallowDrafter(OwnsNoCache):
             head: what guesses are read with; None is the model's head.
         """
         self.head = DraftHead(model) if head is None else head
-        self.chain_plan = ChainPlan(plan.min_confidence, plan.weights, self.head)
+        self.chain_plan = ChainPlan(plan.min_confidence, plan.weights, self.head, length=len(plan.widths))
         self.first = first
         self.model = model
         self.guess = guess
@@ -247,9 +247,18 @@ class ShallowState(Forgetful):
         code.
         """
         chain, draft_rows = native_chain(self.model, context), self.guess.draft_rows
-        if chain is None or draft_rows is None or not self.plan.is_chain or not chain.covers(draft_rows):
+        if chain is None or draft_rows is None or not self._may_be_native(context):
             return None
         return chain, draft_rows
+
+    def _may_be_native(self, context: Context) -> bool:
+        """Return whether chains are drafted in one native call where no adapter or pruned prompt of this batch forbids
+        it: which random numbers a slot uses must not depend on its neighbours.
+        """
+        chain, draft_rows = self.model.backend.chain, self.guess.draft_rows
+        if chain is None or context.cache.row_count != 1 or draft_rows is None or not self.plan.is_chain:
+            return False
+        return chain.covers(draft_rows)
 
     def _in_steps(self, context: Context) -> Draft:
         """Draft depth by depth. Guesses of a chain are drawn only where no native call could ever draft it.
@@ -257,7 +266,7 @@ class ShallowState(Forgetful):
         Otherwise a neighbour whose text repeats itself, which prompt lookup drafts for, would change which random
         numbers a slot uses.
         """
-        draft, draws = context.committed(), self.plan.is_chain and self._native(context) is None
+        draft, draws = context.committed(), self.plan.is_chain and not self._may_be_native(context)
         leaves = draft.last_committed()
         if self.first is not None:
             draft, known = self.first.seed(draft, context)

@@ -65,7 +65,11 @@ class Execution:
         return backend_of(self.choice.body, self.weights, dtype, is_required=is_required, screens_head=screens_head)
 
     def run_by(self, model: Decoder) -> KernelChoice:
-        """Return the kernels that a decoder has got: PyTorch's where there are no native ones for its weights."""
+        """Return the kernels that a decoder has got: PyTorch's where there are no native ones for its weights, or no
+        graphs of its layers.
+        """
+        if self.choice.name == GRAPHS and model.backend.span is None:
+            return KernelChoice("torch", "mixtures, models with a source and stores have no graphs", None)
         if self.choice.body is None or getattr(model.backend, "body", None) is not None:
             return self.choice
         kind = str(model.dtype).removeprefix("torch.")

@@ -10,6 +10,9 @@ Triton comes with PyTorch's builds for GPUs. Without it, and on other devices, `
 
 from __future__ import annotations
 
+import os
+import shutil
+from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -17,18 +20,22 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-MOST_PARTS = 32
-"""Parts of a row's entries that are attended to side by side, at most."""
-PROGRAMS = 384
-"""Programs of one launch from which more would wait for others: three for each multiprocessor of an H100 or H200."""
 BLOCK = 64
-"""Entries that are read together; a part has a multiple of them."""
+"""Entries that one program attends to (``reference.KEY_BLOCK``): parts do not depend on how many entries there are, so
+that a longer neighbour changes no sum."""
+JOINED = 16
+"""Parts that are joined together; further ones follow in their order."""
+WIDEST = 256
+"""Widest head: keys and values of a block must fit into a multiprocessor's memory."""
 
 
 @cache
-def is_there() -> bool:
-    """Return whether Triton is installed."""
-    return find_spec("triton") is not None
+def can_compile(device: torch.device) -> bool:
+    """Return whether Triton is installed, with the C compiler that it asks for, and knows bfloat16 on this GPU."""
+    compiler = shutil.which(os.environ.get("CC", "gcc")) or shutil.which("clang")
+    return (
+        find_spec("triton") is not None and compiler is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 @cache
@@ -43,12 +50,15 @@ def _whole(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def can_run(*tensors: Tensor) -> bool:
-    """Return whether these tensors are on a GPU, in 16 bits, and no gradients are asked for."""
+def can_run(*heads: Tensor) -> bool:
+    """Return whether these heads (..., D) are on a GPU, in 16 bits, of one width, and no gradients are asked for."""
     return (
-        all(t.is_cuda and t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
-        and is_there()
+        all(t.is_cuda and t.dtype in (torch.bfloat16, torch.float16) for t in heads)
+        and {t.shape[-1] for t in heads} == {heads[0].shape[-1]}
+        and heads[0].numel() > 0
+        and heads[0].shape[-1] <= WIDEST
         and not torch.is_grad_enabled()
+        and can_compile(heads[0].device)
     )
 
 
@@ -57,19 +67,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rows, heads, width = x.shape
     rotated = cos.shape[-1]
     out = torch.empty((rows, heads, width), dtype=x.dtype, device=x.device)
-    _kernels().rotate[(rows, heads)](
-        x,
-        cos,
-        sin,
-        out,
-        x.stride(0),
-        x.stride(1),
-        cos.stride(0),
-        heads * width,
-        width,
-        rotated,
-        _whole(width),
-    )
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        _kernels().rotate[(rows, heads)](
+            x,
+            cos,
+            sin,
+            out,
+            x.stride(0),
+            x.stride(1),
+            cos.stride(0),
+            heads * width,
+            width,
+            rotated,
+            _whole(width),
+        )
     return out
 
 
@@ -86,19 +97,20 @@ def store(keys: Tensor, values: Tensor, address: Tensor, into_keys: Tensor, into
     rows, heads, width = keys.shape
     if rows == 0:
         return
-    _kernels().store[(rows, heads)](
-        keys,
-        values,
-        address,
-        into_keys,
-        into_values,
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        address.stride(0),
-        into_keys.stride(0),
-        width,
-        _whole(width),
-    )
+    with torch.cuda.device(keys.device) if keys.is_cuda else nullcontext():
+        _kernels().store[(rows, heads)](
+            keys,
+            values,
+            address,
+            into_keys,
+            into_values,
+            *keys.stride()[:2],
+            *values.stride()[:2],
+            address.stride(0),
+            into_keys.stride(0),
+            width,
+            _whole(width),
+        )
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, address: Tensor, visible: Tensor, scale: float) -> Tensor:
@@ -116,40 +128,31 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, address: Tensor, visible: Te
         (T, H, D).
     """
     rows, heads, width = q.shape
-    kv_heads, entries = keys.shape[0], address.shape[1]
+    kv_heads, parts = keys.shape[0], address.shape[1] // BLOCK
     group = heads // kv_heads
-    parts = max(1, min(MOST_PARTS, PROGRAMS // (rows * kv_heads), -(-entries // BLOCK)))
-    parts = 1 << (parts.bit_length() - 1)
-    part = -(-entries // (parts * BLOCK)) * BLOCK
     out = torch.empty((rows, heads, width), dtype=q.dtype, device=q.device)
+    sums = torch.empty((rows, heads, parts, width), dtype=torch.float32, device=q.device)
+    tops = torch.empty((rows, heads, parts, 2), dtype=torch.float32, device=q.device)
     block_d = max(16, _whole(width))
-    sums, tops = out, out
-    if parts > 1:
-        sums = torch.empty((rows, heads, parts, width), dtype=torch.float32, device=q.device)
-        tops = torch.empty((rows, heads, parts, 2), dtype=torch.float32, device=q.device)
-    _kernels().attend[(rows, kv_heads, parts)](
-        q,
-        keys,
-        values,
-        address,
-        visible,
-        out,
-        sums,
-        tops,
-        scale,
-        *q.stride()[:2],
-        keys.stride(0),
-        address.stride(0) if len(address) > 1 else 0,
-        visible.stride(0) if len(visible) > 1 else 0,
-        group,
-        width,
-        entries,
-        part,
-        parts,
-        BLOCK,
-        max(16, _whole(group)),
-        block_d,
-    )
-    if parts > 1:
-        _kernels().join[(rows, heads)](sums, tops, out, width, parts, _whole(parts), block_d)
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        _kernels().attend[(rows, kv_heads, parts)](
+            q,
+            keys,
+            values,
+            address,
+            visible,
+            sums,
+            tops,
+            scale,
+            *q.stride()[:2],
+            keys.stride(0),
+            address.stride(0) if len(address) > 1 else 0,
+            visible.stride(0) if len(visible) > 1 else 0,
+            group,
+            width,
+            BLOCK,
+            max(16, _whole(group)),
+            block_d,
+        )
+        _kernels().join[(rows, heads)](sums, tops, out, width, parts, JOINED, block_d)
     return out

@@ -54,7 +54,6 @@ def attend(
     values,
     address,
     visible,
-    out,
     sums,
     tops,
     scale,
@@ -65,56 +64,49 @@ def attend(
     by_visible,
     group,
     width,
-    entries,
-    part,
-    PARTS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Attend from the queries that share a key head, in one row, to one part of its entries."""
-    row, kv, piece = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    member, at, entry = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_S)
+    """Attend from the queries that share a key head, in one row, to one block of its entries."""
+    row, kv, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    parts = tl.num_programs(2)
+    member, at, entry = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), part * BLOCK_S + tl.arange(0, BLOCK_S)
     asked = (member < group)[:, None] & (at < width)[None, :]
     head = kv * group + member
     rows = tl.load(q + row * q_row + head[:, None] * q_head + at[None, :], mask=asked, other=0.0)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    sum_ = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    inside = (at < width)[None, :]
-    for first in range(piece * part, tl.minimum(piece * part + part, entries), BLOCK_S):
-        hidden = tl.load(visible + row * by_visible + first + entry).to(tl.float32)
-        if tl.max(hidden, 0) > float("-inf"):
-            place = tl.load(address + row * by_address + first + entry)[:, None] * width + kv * by_head + at[None, :]
-            k = tl.load(keys + place, mask=inside, other=0.0)
-            scores = tl.dot(rows, tl.trans(k)) * scale + hidden[None, :]
-            now = tl.maximum(top, tl.max(scores, 1))
-            fades = tl.exp(top - now)
-            weights = tl.exp(scores - now[:, None])
-            total = total * fades + tl.sum(weights, 1)
-            v = tl.load(values + place, mask=inside, other=0.0)
-            sum_ = sum_ * fades[:, None] + tl.dot(weights.to(v.dtype), v)
-            top = now
-    if PARTS == 1:
-        to = out + (row * tl.num_programs(1) * group + head[:, None]) * width + at[None, :]
-        tl.store(to, sum_ / total[:, None], mask=asked)
-    else:
-        which = (row * tl.num_programs(1) * group + head) * PARTS + piece
-        tl.store(sums + which[:, None] * width + at[None, :], sum_, mask=asked)
-        tl.store(tops + 2 * which, top, mask=member < group)
-        tl.store(tops + 2 * which + 1, total, mask=member < group)
+    hidden = tl.load(visible + row * by_visible + entry).to(tl.float32)
+    read = (hidden > float("-inf"))[:, None] & (at < width)[None, :]
+    place = tl.load(address + row * by_address + entry)[:, None] * width + kv * by_head + at[None, :]
+    k = tl.load(keys + place, mask=read, other=0.0)
+    scores = tl.dot(rows, tl.trans(k)) * scale + hidden[None, :]
+    top = tl.max(scores, 1)
+    weights = tl.exp(scores - tl.where(top > float("-inf"), top, 0.0)[:, None])
+    v = tl.load(values + place, mask=read, other=0.0)
+    which = (row * tl.num_programs(1) * group + head) * parts + part
+    tl.store(sums + which[:, None] * width + at[None, :], tl.dot(weights.to(v.dtype), v), mask=asked)
+    tl.store(tops + 2 * which, top, mask=member < group)
+    tl.store(tops + 2 * which + 1, tl.sum(weights, 1), mask=member < group)
 
 
 @triton.jit
-def join(sums, tops, out, width, PARTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Join what was attended to in parts, for one head of one row."""
+def join(sums, tops, out, width, parts, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Join what was attended to in blocks, for one head of one row; blocks without a visible entry change no bit."""
     which = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     piece, at = tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_D)
-    there = piece < PARTS
-    top = tl.load(tops + 2 * (which * PARTS + piece), mask=there, other=float("-inf"))
-    total = tl.load(tops + 2 * (which * PARTS + piece) + 1, mask=there, other=0.0)
-    shares = tl.exp(top - tl.max(top, 0))
-    read = there[:, None] & (at < width)[None, :]
-    parts = tl.load(sums + (which * PARTS + piece[:, None]) * width + at[None, :], mask=read, other=0.0)
-    result = tl.sum(parts * shares[:, None], 0) / tl.sum(total * shares, 0)
-    tl.store(out + which * width + at, result, mask=at < width)
+    best, total = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32)
+    sum_ = tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, parts, BLOCK_P):
+        there = first + piece < parts
+        place = which * parts + first + piece
+        top = tl.load(tops + 2 * place, mask=there, other=float("-inf"))
+        amount = tl.load(tops + 2 * place + 1, mask=there, other=0.0)
+        now = tl.maximum(best, tl.max(top, 0))
+        safe = tl.where(now > float("-inf"), now, 0.0)
+        fades, shares = tl.exp(best - safe), tl.exp(top - safe)
+        read = there[:, None] & (at < width)[None, :]
+        block = tl.load(sums + place[:, None] * width + at[None, :], mask=read, other=0.0)
+        sum_ = sum_ * fades + tl.sum(block * shares[:, None], 0)
+        total = total * fades + tl.sum(amount * shares, 0)
+        best = now
+    tl.store(out + which * width + at, sum_ / total, mask=at < width)

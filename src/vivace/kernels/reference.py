@@ -56,6 +56,8 @@ SMALL_PRODUCT = 16**3
 SMALL_INPUT = 64
 """On some processors, so are bfloat16 products with rows x in below this."""
 
+assert fused.BLOCK == KEY_BLOCK, "rows of the fused kernels read whole key blocks"
+
 _ANY_ORDER: ContextVar[bool] = ContextVar("any_order", default=False)
 
 
@@ -277,12 +279,13 @@ def attend_chunk(
 
 
 def _arithmetic_of(q: Tensor) -> AbstractContextManager[object]:
-    """Return the context in which PyTorch attends: on a GPU without cuDNN, whose attention to masked entries gave
-    gradients that are no numbers (H200, PyTorch 2.11).
+    """Return the context in which PyTorch attends: on a GPU without cuDNN where gradients are asked for.
+
+    With it trainings gave losses that are no numbers (H200, PyTorch 2.11; the cause was not found).
     """
-    if q.is_cuda:
+    if q.is_cuda and torch.is_grad_enabled():
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-    return widened_products() if q.dtype == torch.bfloat16 else nullcontext()
+    return widened_products() if q.dtype == torch.bfloat16 and q.device.type == "cpu" else nullcontext()
 
 
 def _attend_learning(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, scale: float) -> Tensor:

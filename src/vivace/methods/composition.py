@@ -358,14 +358,16 @@ class Methods:
 
     @property
     def place(self) -> str | None:
-        """Return what speeds depend on: processor, kernels, threads and model; None for a model without a folder."""
+        """Return what speeds depend on: machine, kernels, threads and model; None for a model without a folder."""
         if self.folder is None:
             return None
         backend = self.model.backend
-        body = getattr(getattr(backend, "body", None), "name", "torch")
+        body = getattr(getattr(backend, "body", None), "name", "torch" if backend.span is None else "graphs")
+        device = self.model.device
+        machine = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
         kind = f"{str(self.model.dtype).removeprefix('torch.')} as {backend.weights}"
         threads = f"{torch.get_num_threads()} threads"
-        return "; ".join((processor_name(), f"{body} kernels", threads, kind, self._base_hash[:16]))
+        return "; ".join((machine, f"{body} kernels", threads, kind, self._base_hash[:16]))
 
     def adapter_folder(self, kind: str) -> Path | None:
         """Return the folder where the adapter of a kind is or would be; None for a model that exists only in memory."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from vivace.core.cuda.backend import graphs_backend
 from vivace.engine import Engine, load
 from vivace.errors import CorruptError
 from vivace.files import whole_lines, write_text
@@ -31,10 +32,13 @@ def decodes_apart(device: torch.device) -> bool:
 def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None) -> Engine:
     """Return the same decoder on the kernels that decode fastest, with weights of methods by name.
 
-    While training it runs on PyTorch's kernels. Where those are the fastest, as on a GPU, it is not loaded twice.
+    While training it runs on PyTorch's kernels. Where the fastest leave weights as they are, as graphs on a GPU do, it
+    is not loaded twice; whole texts, as a training reads them, run as before.
     """
     stored = engine.storage
     if stored is None and not decodes_apart(engine.model.device):
+        if engine.model.device.type == "cuda" and engine.model.backend.span is None:
+            engine.model.run_on(graphs_backend(engine.model.dtype))
         same, methods = copy(engine), engine.methods
         same.methods = Methods(engine.model, engine.folder, adapters or {}, methods.second, memory=engine.memory)
         return same

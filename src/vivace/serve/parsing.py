@@ -163,8 +163,9 @@ class RequestParser:
         """Return whether the text of a request with a seed is the same whatever is drafted for it: it is greedy, or
         drawn with noise that depends on the seed, the position and the token only (``core/draws.py``).
         """
-        draws_natively = self.engine.model.backend.chain is not None
-        return request.sampling.is_greedy or (request.is_drawn_from_logits and draws_natively)
+        chain = self.engine.model.backend.chain
+        by_position = chain is not None and chain.draws_by_position
+        return request.sampling.is_greedy or (request.is_drawn_from_logits and by_position)
 
     def _parsed(self, begun: Begun, owner: bytes, method: str | None) -> ParsedRequest:
         """Return the requests of a body, decoded with a method; None takes the model's own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.decode.tiny_decoders import build, prompts
 from tests.methods.multirate.test_chain import drafted
 from vivace.core.cuda.backend import CudaBackend
 from vivace.core.cuda.chain import GraphChain
+from vivace.core.cuda.whole_step import WHOLE_STEP
 from vivace.core.model import Decoder
 from vivace.core.seams import Drafter
 from vivace.decode.multi_step import MultiStepPlain
@@ -22,7 +24,7 @@ from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.decode.shallow import DraftPlan
-from vivace.methods.multirate.drafter import self_speculation
+from vivace.methods.multirate.drafter import AcceleratedGuess, drafter_by, self_speculation
 from vivace.methods.multirate.residual import Accelerator
 
 Accelerators = Callable[..., Accelerator]
@@ -46,7 +48,7 @@ def launched(model: Decoder) -> list[Any]:
     """What was recorded of whole steps."""
     chain = model.backend.chain
     assert isinstance(chain, GraphChain)
-    return [shape for shape in chain._recordings._graphs if shape[0] == "chain"]
+    return [shape for shape in chain._recordings.shapes if shape[0] == WHOLE_STEP]
 
 
 def run(model: Decoder, drafter: Drafter, slots: int = 1, steps: int | None = 4, **asked: Any) -> list[Result]:
@@ -107,5 +109,35 @@ def test_steps_in_one_call(model: Decoder, accelerator: Accelerators, kind: str,
 @pytest.mark.slow_where(lambda model, **_: model != "learned")
 def test_every_end_stops_the_steps(model: Decoder, accelerator: Accelerators) -> None:
     fast = accelerator(torch.bfloat16, exit_layer=5, feedback=True)
-    stops_at_every_end(model, Noting(self_speculation(model, fast, DraftPlan.chain(3))))
+    drafter = Noting(self_speculation(model, fast, DraftPlan.chain(3)))
+    stops_at_every_end(model, drafter)
     assert launched(model)
+    del drafter
+    gc.collect()
+    assert not [shape for shape in launched(model) if shape[2]], "graphs end with the weights that they read"
+
+
+def test_chains_reach_behind_the_last_position(accelerator: Accelerators) -> None:
+    """Texts that fill the context of a model with learned positions: guesses behind it have none, and are not kept."""
+    model = build(torch.bfloat16, num_layers=6, seed=3, max_positions=48, **FIELDS["learned"]).requires_grad_(False)
+    model.run_on(CudaBackend(recorded))
+    fast = accelerator(torch.bfloat16, exit_layer=5, feedback=True)
+    [prompt, *_] = prompts(1, seed=2)
+    room = 48 - len(prompt)
+
+    def text(drafter: Drafter) -> list[tuple[int, ...]]:
+        session = Session(model, num_slots=1, capacity=48, chunk=8, steps_per_call=4)
+        return [r.tokens for r in finish(session, [Request(prompt, room, drafter)] * 2)]
+
+    drafter = self_speculation(model, fast, DraftPlan.chain(6))
+    assert text(drafter) == text(NoDrafts())
+    assert launched(model)
+
+
+@pytest.mark.parametrize("length", [2, 5])
+def test_a_plan_drafts_its_own_length(model: Decoder, accelerator: Accelerators, length: int) -> None:
+    """Also after a longer one with the same rows."""
+    guess = AcceleratedGuess(model, accelerator(torch.bfloat16, exit_layer=5))
+    run(model, drafter_by(guess, DraftPlan.chain(5)))
+    found = run(model, drafter_by(guess, DraftPlan.chain(length)))
+    assert max(len(r.stats.drafted_per_position) for r in found) == length

@@ -85,7 +85,7 @@ class NativeChain:
     """Drafts and verifies with one packed decoder."""
 
     quantizes = True
-    draws = True
+    draws_by_position = True
 
     def __init__(self, decoder: Decoder, span: NativeSpan) -> None:
         self._decoder = decoder

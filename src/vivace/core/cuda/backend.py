@@ -33,7 +33,7 @@ class CudaBackend(TorchBackend):
         """Offer to run layers, and whole steps, as graphs where none of them waits for the processor."""
         if not can_record(decoder):
             return
-        recordings = Recordings(self._record, lambda: decoder.blocks)
+        recordings = Recordings(self._record, decoder)
         self.span = GraphSpan(decoder, recordings)
         if why_no_chain(decoder.config) is None:
             self.chain = GraphChain(decoder, recordings)
@@ -50,7 +50,7 @@ def graphs_backend(dtype: torch.dtype, *, weights: Weights = "bf16", screens_hea
         UnsupportedError: weights in few bits or a screened head were asked for.
     """
     if weights != "bf16":
-        raise UnsupportedError(f"graphs run weights as they are stored, {weights} was asked for; use --kernels torch")
+        raise UnsupportedError(f"graphs run weights as they are stored, {weights} was asked for; leave --device out")
     if screens_head:
-        raise UnsupportedError("graphs read the whole head, --screened-head was asked for; use --kernels torch")
+        raise UnsupportedError("graphs read the whole head, --screened-head was asked for; leave it out")
     return CudaBackend()

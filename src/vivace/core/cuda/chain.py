@@ -1,86 +1,50 @@
 """Steps of decoding as recorded graphs: drafting, verification and what is kept of them, without waiting for a token.
 
 A step of a small model is a millisecond on a GPU, and reading its token back before the next begins takes as long. So
-one graph holds a whole step: the guesses of a draft one below the other, the pass that verifies them, and which of them
-stay. What it leaves (the token to go on from, the length of the text, the offsets of the next draft) is the argument
-of the next launch. The tokens of several steps are then read at once.
-
-A step computes what ``decode/shallow.py`` computes step by step for drafters that guess with ``DraftRows``, with the
-modules of the decoder. A chain is always drafted to its length: a guess that is not sure takes no longer here than one
-that is left out.
+one graph holds a whole step (``whole_step.py``). What it leaves (the token to go on from, the length of the text, the
+offsets of the next draft) is the argument of the next launch. The tokens of several steps are then read at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakKeyDictionary
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.cuda.fixed_rows import FixedRows, carried
 from vivace.core.cuda.recordings import Recordings, Results
-from vivace.core.draft_rows import ChainPlan, ChainRoot, DeepRead, DraftRows, HeadRows, StreamRows
-from vivace.core.draws import Drawing, drawn
+from vivace.core.cuda.whole_step import WholeStep, Work
+from vivace.core.draft_rows import ChainPlan, ChainRoot, DraftRows, HeadRows, StreamRows
+from vivace.core.draws import Drawing
 from vivace.core.seams import Decided, Draft, RowLists, TargetPass, VerifiedStep
-from vivace.core.step import Step
-from vivace.kernels import reference as kernels
 from vivace.kernels.reference import KEY_BLOCK
 
 if TYPE_CHECKING:
-    from vivace.core.draft_head import DraftHead
-    from vivace.core.model import Decoder, Layer
+    from vivace.core.model import Decoder
 
 FEWEST_ENTRIES = 4 * KEY_BLOCK
 """Entries that a graph reads at least; shorter texts read masked ones, which costs less than graphs of their own."""
-
-
-class _Work(NamedTuple):
-    """What a step does, which must be equal for two steps to be launches of one graph."""
-
-    slots: int
-    """Number of sequences, n, rounded up."""
-    guesses: int
-    entries: int
-    """Entries that a row reads, visible or masked."""
-    draft_rows: DraftRows | None
-    """None where nothing is drafted."""
-    head: DraftHead | None
-    """What guesses are read with; None is the decoder's head."""
-    is_verified: bool
-    """Whether the decoder verifies the guesses in the same graph."""
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """Return what a graph is found by."""
-        return "chain", self.slots, self.guesses, self.entries, self.draft_rows, self.head, self.is_verified
 
 
 class GraphChain:
     """Drafts and verifies with one decoder, whose steps are recorded."""
 
     quantizes = False
-    draws = False
-    """The session draws tokens from their distribution: the noise of all tokens takes longer than a step."""
-    can_draw = False
+    draws_by_position = can_draw = False
 
     def __init__(self, decoder: Decoder, recordings: Recordings) -> None:
         """Decode with graphs that are kept among a decoder's recordings."""
         self._decoder = decoder
-        self._layers: Sequence[Layer] = list(decoder.layers)  # type: ignore[arg-type]
+        self._step = WholeStep(decoder)
         self._recordings = recordings
-        self._memories: dict[tuple[int, int], KVCache] = {}
-        rotaries = {id(layer.rotary): layer.rotary for layer in self._layers if layer.rotary is not None}
-        self._rotaries = list(rotaries.values())
-        self._longest: WeakKeyDictionary[DraftRows, int] = WeakKeyDictionary()
-        """Guesses of the longest draft that was asked for: shorter ones run it too and leave out what is too much."""
 
     def draw(self, logits: Tensor, drawing: Drawing, position: int) -> int | None:
-        """Draw the token at a position from its logits (V,); None where no token may come there."""
-        return drawn(logits, drawing, position, torch.arange(len(logits), device=logits.device))
+        """Refuse: tokens are drawn from their distribution, since the noise of all tokens takes longer than a step."""
+        raise AssertionError("a session draws from the distribution here")
 
     def covers(self, rows: DraftRows | StreamRows | HeadRows) -> bool:
         """Return whether it can draft with these rows: those of chains below an exit layer."""
@@ -102,11 +66,11 @@ class GraphChain:
         plan: ChainPlan,
     ) -> Draft:
         """Draft one chain below each root (see ``Chain.draft``); the draft has residuals at the exit layer."""
-        guesses = self._rounded(draft_rows, max(root.limit for root in roots))
-        stops = [cache.lengths[root.slot] + guesses + 1 for root in roots]
-        work = self._work(roots, max(stops), guesses, draft_rows, plan, is_verified=False)
+        guesses = max(plan.length, *(root.limit for root in roots))
+        stops = [cache.lengths[root.slot] + 1 for root in roots]
+        work = self._work(roots, max(stops) + guesses, guesses, draft_rows, plan, is_verified=False)
         with self._recordings.lock:
-            (tokens, hidden, *_), _ = self._launch(work, self._begun(work, roots, cache, stops, offsets))
+            (tokens, hidden, *_), _ = self._launch(work, self._arguments(work, roots, cache, stops, offsets))
             kept = [(place, node) for node in range(guesses + 1) for place, r in enumerate(roots) if node <= r.limit]
             rows = torch.tensor([place * (guesses + 1) + node for place, node in kept], device=tokens.device)
             tokens, hidden = tokens.flatten()[rows], hidden.flatten(0, 1)[rows]
@@ -140,9 +104,8 @@ class GraphChain:
         ends: Sequence[int] = (),
     ) -> Decided:
         """Draft and verify several times for one sequence."""
-        guesses = self._rounded(draft_rows, root.limit)
-        first = cache.lengths[root.slot]
-        stop = first + plan.room
+        guesses, first = max(plan.length, root.limit), cache.lengths[root.slot]
+        stop = first + max(1, min(plan.room, cache.reach(root.slot) - first - guesses))
         work = self._work([root], stop + guesses, guesses, draft_rows, plan, is_verified=True)
         ran, hidden = self._launches(work, [root], cache, [stop], offsets, plan.steps)
         kept: list[int] = []
@@ -154,7 +117,7 @@ class GraphChain:
             if count:
                 kept += tokens[:count]
                 rows.append(residuals[:count])
-                steps.append(VerifiedStep(count, tuple(range(1, guesses + 1))))
+                steps.append(VerifiedStep(count, tuple(range(1, max(root.limit, count - 1) + 1))))
             if count < len(tokens) or length >= stop:
                 break
         return self._decided([root], [kept], torch.cat(rows), (tuple(steps),))
@@ -173,11 +136,6 @@ class GraphChain:
 
     # Calls
 
-    def _rounded(self, draft_rows: DraftRows, guesses: int) -> int:
-        """Return how many guesses are drafted: as many as the longest draft had, whose graph there is."""
-        self._longest[draft_rows] = max(guesses, self._longest.get(draft_rows, 0))
-        return self._longest[draft_rows]
-
     @staticmethod
     def _work(
         roots: Sequence[ChainRoot],
@@ -187,14 +145,14 @@ class GraphChain:
         plan: ChainPlan,
         *,
         is_verified: bool,
-    ) -> _Work:
+    ) -> Work:
         """Describe a step whose rows read up to ``last`` entries."""
         entries = max(FEWEST_ENTRIES, KEY_BLOCK << (-(-last // KEY_BLOCK) - 1).bit_length())
         head = None if plan.head is None or plan.head.module is None else plan.head
-        return _Work(1 << (len(roots) - 1).bit_length(), guesses, entries, draft_rows, head, is_verified)
+        return Work(1 << (len(roots) - 1).bit_length(), guesses, entries, draft_rows, head, is_verified)
 
-    def _begun(
-        self, work: _Work, roots: Sequence[ChainRoot], cache: KVCache, stops: Sequence[int], offsets: Tensor | None
+    def _arguments(
+        self, work: Work, roots: Sequence[ChainRoot], cache: KVCache, stops: Sequence[int], offsets: Tensor | None
     ) -> list[Tensor]:
         """Return the arguments of the first step: (n, 3) roots, lengths and one past the last entry that may be kept;
         (n, depths, E) offsets, where draft rows have feedback; and for each pool where the blocks of each slot begin.
@@ -222,7 +180,7 @@ class GraphChain:
 
     def _launches(
         self,
-        work: _Work,
+        work: Work,
         roots: Sequence[ChainRoot],
         cache: KVCache,
         stops: Sequence[int],
@@ -237,7 +195,7 @@ class GraphChain:
         """
         ran, hidden = [], []
         with self._recordings.lock:
-            values = self._begun(work, roots, cache, stops, offsets)
+            values = self._arguments(work, roots, cache, stops, offsets)
             for _ in range(steps):
                 (tokens, residuals, after, *left), arguments = self._launch(work, values)
                 ran.append(torch.cat((tokens, after), 1))
@@ -245,16 +203,20 @@ class GraphChain:
                 values = [*left, *arguments[len(left) :]]
         return torch.stack(ran).tolist(), hidden
 
-    def _launch(self, work: _Work, values: Sequence[Tensor]) -> tuple[Results, Sequence[Tensor]]:
+    def _launch(self, work: Work, values: Sequence[Tensor]) -> tuple[Results, Sequence[Tensor]]:
         """Make a step, as a graph once its shape has been used a few times; return where its arguments stand, too."""
         graph = self._recordings.find(work.shape)
         if graph is None and not self._recordings.is_due(work.shape):
             return self._step(work, values), values
         if graph is None:
-            kind = self._decoder.dtype, self._decoder.device
-            tables = [rotary.table(work.entries, *kind) for rotary in self._rotaries]
-            graph = self._recordings.add(work.shape, values, lambda given: self._step(work, given), kept=tables)
+            graph = self._recordings.add(work.shape, values, partial(self._step, work), self._tables)
+            self._recordings.end_with(*work.owners)
         return graph.given(values), graph.arguments
+
+    def _tables(self) -> object:
+        """Return the tables that rotations are read from now, which may be replaced by longer ones."""
+        kind = self._decoder.dtype, self._decoder.device
+        return [rotary.table(1, *kind) for rotary in self._step.rotaries]
 
     def _decided(
         self,
@@ -272,143 +234,6 @@ class GraphChain:
         slots, given = tuple(root.slot for root in roots), tuple(map(len, tokens))
         draft = Draft(slots, given, rows, of_slot, of_node, of_parent, known=known)
         return Decided(draft, TargetPass(hidden, torch.arange(len(hidden))), steps)
-
-    # What is recorded
-
-    def _step(self, work: _Work, values: Sequence[Tensor]) -> Results:
-        """Compute a step from its arguments (``_begun``).
-
-        Returns:
-            (n, guesses + 1) tokens that were run, and (n, guesses + 1, E) their residuals, at the top where they are
-            verified, else at the exit layer. A verified step also returns (n, 1) lengths of the texts behind it, and
-            the arguments of the next one that are not as before.
-        """
-        num_pools = len(self._decoder.blocks.pools)
-        state, *offsets = values[:-num_pools]
-        memory = self._memory(work, values[-num_pools:])
-        root, length, stop = state.unbind(1)
-        count, device = work.guesses + 1, state.device
-        slots = torch.arange(work.slots, device=device)
-        position = (length[:, None] + torch.arange(count, device=device)).flatten()
-        rows = FixedRows(self._decoder, memory, slots.repeat_interleave(count), position, position + 1, work.entries)
-        whole, start = rows.call(slice(None), writing=len(position), fed=len(position)), 0
-        if work.draft_rows is None:
-            tokens, h = root[:, None], self._decoder.embed(root, whole)
-        else:
-            tokens, h = self._drafted(work, work.draft_rows, memory, root, length, offsets)
-            start = work.draft_rows.exit_layer
-            if not work.is_verified:
-                return tokens, h.view(work.slots, count, -1)
-        h = self._through(h, whole, start, len(self._layers))
-        chosen = self._decoder.greedy(h).view(work.slots, count)
-        accepted = (chosen[:, :-1] == tokens[:, 1:]).long().cumprod(1).sum(1)
-        h, after = h.view(work.slots, count, -1), length + accepted + 1
-        goes_on = after < stop  # else later launches make this step again, and store the same entries
-        following = torch.where(goes_on, chosen[slots, accepted], root)
-        left = [torch.stack((following, torch.where(goes_on, after, length), stop), 1)]
-        if offsets:
-            assert work.draft_rows is not None
-            assert work.draft_rows.feedback is not None
-            final = self._decoder.norm(h[slots, accepted])
-            new = kernels.linear(final, work.draft_rows.feedback).view(offsets[0].shape)
-            left.append(torch.where(goes_on[:, None, None], new, offsets[0]))
-        return tokens, h, after[:, None], *left
-
-    def _drafted(
-        self,
-        work: _Work,
-        draft_rows: DraftRows,
-        memory: KVCache,
-        root: Tensor,
-        length: Tensor,
-        offsets: Sequence[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """Guess depth by depth: a row of the decoder for each slot, and a draft row beside it, to the exit layer.
-
-        Returns:
-            (n, guesses + 1) roots and guesses, and (n (guesses + 1), E) the decoder's residuals at the exit layer.
-        """
-        n, count, device = work.slots, work.guesses + 1, root.device
-        slots, beside = torch.arange(n, device=device), 1 if draft_rows.scale is None else 2
-        depths = torch.arange(count, device=device)
-        position = (length.repeat(beside) + depths[:, None]).flatten()  # depth by depth: the slots, their draft rows
-        slot = slots.repeat(beside * count)
-        rows = FixedRows(self._decoder, memory, slot, position, position + 1, work.entries)
-        far = None
-        if draft_rows.reads:
-            own = length.repeat(count).clamp(min=1)
-            at = (length + depths[:, None]).flatten()
-            far = FixedRows(self._decoder, memory, slots.repeat(count), at, own, work.entries)
-        carries = (-1,) * n + (0,) * n
-        which = torch.cat((torch.full((n,), -1, device=device), torch.zeros(n, dtype=torch.int64, device=device)))
-        deltas = carried(draft_rows.deltas, which, carries)
-        fed = 2 * n if draft_rows.is_fed else n
-        tokens, hidden = [root], []
-        for depth in range(count):
-            first = beside * n * depth
-            alone = rows.call(slice(first, first + n), writing=n, fed=n)
-            h = self._decoder.embed(tokens[-1], alone)
-            if depth == work.guesses or beside == 1:
-                h = self._through(h, alone, 0, draft_rows.exit_layer)
-                p = h
-            else:
-                both = rows.call(slice(first, first + 2 * n), writing=n, fed=fed, deltas=(deltas,))
-                p = h if not offsets else h + offsets[0][:, min(depth, offsets[0].shape[1] - 1)]
-                reading = None if far is None else far.call(slice(n * depth, n * depth + n), writing=0, fed=0)
-                h, p = self._beside(draft_rows, h, p, both, reading, length > 0)
-            hidden.append(h)
-            if depth < work.guesses:
-                tokens.append(self._decoder.greedy(p) if work.head is None else work.head.greedy(p))
-        return torch.stack(tokens, 1), torch.stack(hidden, 1).flatten(0, 1)
-
-    def _beside(
-        self, draft_rows: DraftRows, h: Tensor, p: Tensor, both: Step, reading: Step | None, is_known: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Run rows (n, E) and the draft rows beside them to the exit layer; return what the head reads of these, too.
-
-        Args:
-            draft_rows: what draft rows carry.
-            h: rows of the decoder.
-            p: draft rows.
-            both: the call of all 2 n rows.
-            reading: the call in which draft rows read deep layers, if they do.
-            is_known: (n,) whether anything of a slot has been verified that they could read.
-        """
-        n, at = len(h), 0
-        assert draft_rows.scale is not None
-        for place, read in enumerate(draft_rows.reads):
-            assert reading is not None
-            p = self._read_deep(p, read, reading, is_known)
-            stop = place + 1 if place + 1 < len(draft_rows.reads) else draft_rows.exit_layer
-            rows = self._through(torch.cat((h, p)), both, at, stop)
-            (h, p), at = (rows[:n], rows[n:]), stop
-        rows = self._through(torch.cat((h, p)), both, at, draft_rows.exit_layer) if at == 0 else torch.cat((h, p))
-        return rows[:n], rows[n:] * draft_rows.scale
-
-    def _read_deep(self, p: Tensor, read: DeepRead, reading: Step, is_known: Tensor) -> Tensor:
-        """Let draft rows (n, E) attend to what a deep layer stored about verified positions."""
-        layer = self._layers[read.layer]
-        q = kernels.linear(kernels.rms_norm(p, read.gain, self._decoder.config.norm_eps), read.query)
-        q = q.view(len(p), -1, self._decoder.config.head_dim)
-        if layer.rotary is not None:
-            q = kernels.rotate(q, *layer.rotation(reading, q.dtype))
-        a = layer.read(q, reading) * is_known[:, None, None]
-        return p + kernels.linear(a.flatten(1), read.output)
-
-    def _through(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
-        for layer in self._layers[start:stop]:
-            h = layer(h, step)
-        return h
-
-    def _memory(self, work: _Work, blocks: Sequence[Tensor]) -> KVCache:
-        """Return a cache over the blocks of the decoder's texts in which slot i has the blocks of sequence i."""
-        key = work.slots, work.entries
-        if key not in self._memories or self._memories[key].store is not self._decoder.blocks:
-            self._memories[key] = self._decoder.new_cache(work.slots, work.entries)
-        memory = self._memories[key]
-        for table, there in zip(memory.tables, blocks, strict=True):
-            table.lies_at(there)
-        return memory
 
 
 def _before(tokens: Sequence[int], ends: Sequence[int]) -> int:

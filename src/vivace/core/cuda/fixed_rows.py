@@ -24,7 +24,7 @@ class FixedRows:
     """T rows of n slots of a decoder, each stored at its position, reading entries from the beginning of its slot."""
 
     def __init__(
-        self, decoder: Decoder, memory: KVCache, slot: Tensor, position: Tensor, seen: Tensor, entries: int
+        self, decoder: Decoder, memory: KVCache, slot: Tensor, entry: Tensor, seen: Tensor, entries: int
     ) -> None:
         """Compute what layers derive.
 
@@ -32,18 +32,20 @@ class FixedRows:
             decoder: whose layers they pass.
             memory: of the n slots.
             slot: (T,).
-            position: (T,).
+            entry: (T,) where each row is stored, which is its position; one behind the last position that the model
+                knows stands at that one, and is never kept.
             seen: (T,) number of entries that each row reads.
             entries: number of entries that are read, visible or masked; the same for all rows.
         """
-        self._whole = Step(memory, slot, position, position, seen, None, len(slot), len(slot), longest=entries)
+        position = entry.clamp(max=decoder.config.max_positions - 1)
+        self._whole = Step(memory, slot, position, entry, seen, None, len(slot), len(slot), longest=entries)
         self._entries = entries
         _fix(self._whole, entries)
         pools = range(len(memory.store.pools))
         layers: Sequence[Layer] = list(decoder.layers)  # type: ignore[arg-type]
         of_slot = torch.arange(memory.num_slots, device=slot.device)[:, None]
         ordinal = torch.arange(entries, device=slot.device)
-        self._written = {pool: memory.addresses(pool, slot, position) for pool in pools}
+        self._written = {pool: memory.addresses(pool, slot, entry) for pool in pools}
         self._read = {pool: memory.addresses(pool, of_slot, ordinal) for pool in pools}
         if memory.num_slots > 1:
             self._read = {pool: address[slot] for pool, address in self._read.items()}
@@ -64,10 +66,8 @@ class FixedRows:
             deltas: what the rows carry.
         """
         whole = self._whole
-        position = whole.position[rows]
-        step = Step(
-            whole.memory, whole.slot[rows], position, position[:writing], whole.seen[rows], None, writing, fed, deltas
-        )
+        slot, position, entry, seen = (part[rows] for part in (whole.slot, whole.position, whole.entry, whole.seen))
+        step = Step(whole.memory, slot, position, entry[:writing], seen, None, writing, fed, deltas)
         _fix(step, self._entries)
         for pool, address in self._written.items():
             step._addresses["written", pool] = address[rows][:writing]

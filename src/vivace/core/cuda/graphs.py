@@ -77,6 +77,7 @@ class GraphSpan:
         return (
             step.grid is None
             and step.chunk is None
+            and step.index is None
             and isinstance(memory, KVCache)
             and memory.store is self._decoder.blocks
             and not memory.has_pruned
@@ -149,7 +150,7 @@ class GraphSpan:
             h, *rest = arguments
             return (self._one_by_one(h, self._step_of(rest, step, shape), shape.start, shape.stop),)
 
-        return self.recordings.add(shape, given, work, kept=step.low_rank)
+        return self.recordings.add(shape, given, work, kept=lambda: step.low_rank)
 
     def _step_of(self, arguments: Sequence[Tensor], step: Step, shape: Shape) -> Step:
         """Return the call that the layers see while they are recorded: everything that they derive is given."""

@@ -6,15 +6,20 @@ tensors that stay, and the results stand in tensors that the next launch overwri
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from vivace.core.blocks import BlockStore
+if TYPE_CHECKING:
+    from vivace.core.model import Decoder
 
 Results = tuple[Tensor, ...]
 Record = Callable[[Callable[[], Results]], tuple[Callable[[], None], Results]]
@@ -30,21 +35,39 @@ USES_BEFORE = 2
 """Times that a shape runs kernel by kernel before it is recorded, which takes as long as many passes."""
 
 
+_CAPTURING = threading.Lock()
+"""Held while anything is recorded: a GPU's allocator knows one recording at a time."""
+
+
 def cuda_graph(work: Callable[[], Results]) -> tuple[Callable[[], None], Results]:
     """Record work on the current GPU as a CUDA graph.
 
-    It runs twice before, on a stream of its own, since libraries choose their kernels and take their memory then.
+    It runs twice before, on the stream that is recorded, since libraries choose their kernels and take their memory
+    then. Nothing is collected meanwhile: what a finalizer does to the GPU's memory would be recorded, too.
     """
-    stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    current.wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = work()
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with _CAPTURING:
+            stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    work()
+            current.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                results = work()
+    finally:
+        if was_enabled:
+            gc.enable()
     return graph.replay, results
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which work for a device is launched: it is the current one where it is a GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -62,21 +85,24 @@ class Graph:
         for place, value in zip(self.arguments, values, strict=True):
             if place is not value:
                 place.copy_(value)
-        self.launch()
+        with on_device(self.results[0].device):
+            self.launch()
         return self.results
 
 
 class Recordings:
     """The graphs of one decoder, by what must be equal for two calls to be launches of one graph."""
 
-    def __init__(self, record: Record, blocks: Callable[[], BlockStore]) -> None:
-        """Record with ``record`` what reads and writes keys and values of ``blocks``."""
+    def __init__(self, record: Record, decoder: Decoder) -> None:
+        """Record with ``record`` what a decoder computes."""
         self._record = record
-        self._blocks = blocks
-        self._graphs: OrderedDict[Hashable, Graph] = OrderedDict()
-        self._uses: Counter[Hashable] = Counter()
+        self._decoder = decoder
+        self._graphs: OrderedDict[tuple[object, ...], Graph] = OrderedDict()
+        self._uses: Counter[tuple[object, ...]] = Counter()
         self._places: tuple[int, ...] = ()
-        """Where the blocks of keys and values lay when the graphs were recorded."""
+        """Where the decoder's weights and the blocks of keys and values lay when the graphs were recorded."""
+        self._owners: set[int] = set()
+        """Identities in shapes whose objects are watched (``end_with``)."""
         self.lock = threading.Lock()
         """Held from the launch of a graph until its results have been copied."""
 
@@ -84,10 +110,20 @@ class Recordings:
         """Return the number of graphs that are kept."""
         return len(self._graphs)
 
-    def find(self, shape: Hashable) -> Graph | None:
-        """Return the graph of a shape, if there is one; all are dropped once the blocks lie elsewhere."""
-        store = self._blocks()
-        places = tuple(part.data_ptr() for layer in range(len(store.specs)) for part in store.stored(layer))
+    @property
+    def shapes(self) -> tuple[tuple[object, ...], ...]:
+        """Return the shapes of which there are graphs."""
+        return tuple(self._graphs)
+
+    def find(self, shape: tuple[object, ...]) -> Graph | None:
+        """Return the graph of a shape, if there is one; all are dropped once weights or blocks lie elsewhere."""
+        store = self._decoder.blocks
+        blocks = (part for layer in range(len(store.specs)) for part in store.stored(layer))
+        places = (
+            id(store),
+            self._decoder.embedding.data_ptr(),
+            *(number for part in blocks for number in (part.data_ptr(), part.shape[1])),
+        )
         if places != self._places:
             self._graphs.clear()
             self._places = places
@@ -96,7 +132,19 @@ class Recordings:
             self._graphs.move_to_end(shape)
         return graph
 
-    def is_due(self, shape: Hashable) -> bool:
+    def end_with(self, *owners: object) -> None:
+        """Drop graphs with the objects whose identity is in their shape, and whose weights they read."""
+        for owner in owners:
+            if id(owner) not in self._owners:
+                self._owners.add(id(owner))
+                weakref.finalize(owner, self._drop, id(owner))
+
+    def _drop(self, owner: int) -> None:
+        self._owners.discard(owner)
+        for shape in [shape for shape in self._graphs if owner in shape]:
+            del self._graphs[shape]
+
+    def is_due(self, shape: tuple[object, ...]) -> bool:
         """Count a use of a shape without a graph, and return whether it was used often enough to be recorded."""
         if self._uses[shape] >= USES_BEFORE:
             return True
@@ -107,15 +155,16 @@ class Recordings:
 
     def add(
         self,
-        shape: Hashable,
+        shape: tuple[object, ...],
         values: Sequence[Tensor],
         work: Callable[[Sequence[Tensor]], Results],
-        kept: object = None,
+        kept: Callable[[], object] = lambda: None,
     ) -> Graph:
-        """Record work over copies of these arguments."""
+        """Record work over copies of these arguments; ``kept`` returns what it reads besides, once it is recorded."""
         arguments = tuple(value.clone() for value in values)
-        launch, results = self._record(lambda: work(arguments))
-        graph = Graph(arguments, results, launch, kept)
+        with on_device(arguments[0].device):
+            launch, results = self._record(lambda: work(arguments))
+        graph = Graph(arguments, results, launch, kept())
         self._graphs[shape] = graph
         if len(self._graphs) > MOST_GRAPHS:
             self._graphs.popitem(last=False)
