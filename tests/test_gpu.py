@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def texts(folder: Path, method: str, **how: str) -> list[tuple[int, ...]]:
-    engine = vivace.load(folder, dtype="float32", **how)  # type: ignore[arg-type]
+    engine = vivace.load(folder, **{"dtype": "float32", **how})  # type: ignore[arg-type]
     answers = engine.generate(PROMPTS, method=method, max_new_tokens=24, ignore_eos=True, do_sample=False)
     if how.get("kernels") == "graphs":
         assert isinstance(engine.model.backend.span, GraphSpan)
@@ -31,6 +31,15 @@ def texts(folder: Path, method: str, **how: str) -> list[tuple[int, ...]]:
 
 NATIVE = ("quantized", "quantized+lookup")
 """Methods of native kernels, which are refused beside others."""
+
+
+@pytest.mark.parametrize("method", ["plain", "multirate", "deed"])
+def test_whole_steps_in_bfloat16_write_the_text_of_single_launches(tmp_path: Path, method: str) -> None:
+    folder = make_model(tmp_path, method)
+    by_launch, by_graph = (
+        texts(folder, method, kernels=kernels, device="cuda", dtype="bfloat16") for kernels in ("torch", "graphs")
+    )
+    assert by_graph == by_launch
 
 
 @pytest.mark.parametrize("kernels", ["torch", "graphs"])

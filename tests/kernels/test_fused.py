@@ -10,7 +10,9 @@ from vivace.kernels import fused, reference
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or not fused.is_there(), reason="no GPU, or no Triton"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not fused.can_compile(torch.device("cuda")), reason="no GPU, or no Triton"
+    ),
 ]
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
 """Largest relative difference: that of one rounding, and of weights that are rounded before they are multiplied."""
@@ -48,6 +50,18 @@ def test_attention_to_entries_wherever_they_lie(
         grouped, k, v, attn_mask=visible.float()[:, None, None], scale=0.125
     )
     assert apart(found, wanted.reshape(rows, heads, width)) < TOLERANCE[dtype]
+
+
+@torch.inference_mode()
+def test_a_row_has_the_same_bits_however_many_entries_are_read(dtype: torch.dtype) -> None:
+    """A longer neighbour, and a graph, mask further entries; so does a text that grows."""
+    torch.manual_seed(0)
+    keys, values = (torch.randn(3, 4096, 64, device="cuda").to(dtype) for _ in range(2))
+    q, address = torch.randn(1, 9, 64, device="cuda").to(dtype), torch.arange(2048, device="cuda")[None]
+    hidden = torch.arange(2048, device="cuda")[None] >= 100
+    visible = torch.zeros(1, 2048, dtype=dtype, device="cuda").masked_fill_(hidden, -torch.inf)
+    found = [fused.attend(q, keys, values, address[:, :n], visible[:, :n], 0.125) for n in (128, 256, 1024, 2048)]
+    assert all(torch.equal(found[0], other) for other in found[1:])
 
 
 @torch.inference_mode()
