@@ -118,7 +118,7 @@ def test_every_objective_has_a_loop() -> None:
     names = [".".join(path.relative_to(folder.parent).with_suffix("").parts) for path in folder.rglob("*.py")]
     found = set[type]()
     for name in names:
-        if not name.endswith("__main__"):
+        if not name.endswith(("__main__", "fused_kernels")):  # a program, and what needs Triton
             members = inspect.getmembers(importlib.import_module(name), inspect.isclass)
             found |= {each for _, each in members if hasattr(each, "losses") and hasattr(each, "groups")}
     checked = {type(make().objective) for make in CASES.values()}

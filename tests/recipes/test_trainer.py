@@ -99,6 +99,12 @@ def test_regenerated_answers_go_on_after_a_cut(checkpoint: Path, tmp_path: Path)
     assert len([json.loads(line) for line in lines]) == len(prompts)
 
 
+def test_float32_beside_bfloat16_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    engine = vivace.load(checkpoint, kernels="torch", dtype="bfloat16")
+    with pytest.raises(ConfigError, match="autocast=false trains beside weights in float32, this model's are bfloat16"):
+        train_beside(RECIPE, engine, WORDS, tmp_path / "out", Lines(lambda _: None))
+
+
 def test_too_few_rows_are_an_error(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="8 rows leave nothing to train on"):
         train_beside(RECIPE, vivace.load(checkpoint, kernels="torch"), WORDS[:8], tmp_path / "x", Lines(lambda _: None))

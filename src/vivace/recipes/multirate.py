@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import torch
+
 from vivace.core.config import ModelConfig
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError
@@ -57,7 +59,15 @@ class MultirateRecipe(FrozenRecipe):
         return replace(found, adapter=replace(adapter, reach=tuple(range(model.num_layers))[-count:]))
 
     def begin(self, context: TrainContext) -> AcceleratorTraining:
-        """Make an accelerator that changes nothing yet, or has learnt while its exit layer was searched for."""
+        """Make an accelerator that changes nothing yet, or has learnt while its exit layer was searched for.
+
+        Raises:
+            ConfigError: without ``autocast`` weights in float32 would meet residuals in another dtype.
+        """
+        dtype = context.engine.model.dtype
+        if not self.loop.autocast and dtype != torch.float32:
+            kind = str(dtype).removeprefix("torch.")
+            raise ConfigError(f"autocast=false trains beside weights in float32, this model's are {kind}; leave it out")
         if not self.find_exit:
             return self._untrained(context)
         candidates = {layer: self._at(layer)._untrained(context) for layer in sorted(set(self.find_exit))}

@@ -103,10 +103,7 @@ def train_in_turn(
 
 def _begun(context: TrainContext, base: str) -> tuple[Trainable, TrainConfig]:
     """Return what is to be trained, for which there is memory, and the settings of its loop."""
-    recipe, dtype = context.recipe, context.engine.model.dtype
-    if not recipe.loop.autocast and dtype != torch.float32:
-        kind = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"autocast=false trains beside weights in float32, this model's are {kind}; leave it out")
+    recipe = context.recipe
     torch.manual_seed(recipe.seed)
     trainable = recipe.begin(context)
     if trainable.objective is not None:
