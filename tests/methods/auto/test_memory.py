@@ -57,6 +57,17 @@ def test_numbers_come_back_as_they_were(tmp_path: Path) -> None:
         np.testing.assert_allclose(usual.numbers, arm.usual.numbers, rtol=1e-5)
 
 
+def test_a_line_through_no_time_comes_back(tmp_path: Path) -> None:
+    """Steps that take as long as they have guesses, or more: the line says that one without takes none."""
+    arm = Measured()
+    for guesses, seconds in ((4, 0.02), (6, 0.04), (8, 0.08)):
+        arm.record([guesses], seconds, 8, [guesses])
+    assert arm.usual.seconds(0) < 1e-8
+    memory = KeptMeasurements(tmp_path, "here")
+    assert memory.write({Regime(1): {"lookup": (arm.usual, arm.steps)}})
+    assert memory.read()[Regime(1)]["lookup"][1] == arm.steps
+
+
 def test_a_new_drafter_is_measured_beside_those_that_are_known(tmp_path: Path) -> None:
     worked(KeptMeasurements(tmp_path, "here"), LOOKUP)
     later = Machine((LOOKUP, OWN), 1, KeptMeasurements(tmp_path, "here"))

@@ -62,6 +62,11 @@ class Sums:
         """Return the number of steps, old ones counted as less than one."""
         return float(self.numbers[0])
 
+    @property
+    def total_s(self) -> float:
+        """Return the seconds of these steps. The line through them may say that one without guesses takes none."""
+        return float(self.numbers[3])
+
     def times(self, share: float) -> Sums:
         """Return the sums with all weights multiplied."""
         return Sums(share * self.numbers)

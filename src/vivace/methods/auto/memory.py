@@ -153,6 +153,6 @@ def _read(numbers: Any) -> tuple[Sums, int]:
     if not all(isinstance(x, (int, float)) and math.isfinite(x) and x >= 0 for x in numbers):
         raise ValueError("not all are numbers of at least 0")
     steps, sums = int(numbers[0]), Sums(np.array(numbers[1:], dtype=np.float64))
-    if not sums.weight > 0 or not sums.seconds(0) > 1e-9 or steps < 1:
+    if not sums.weight > 0 or not sums.total_s > 0 or steps < 1:
         raise ValueError("a drafter has no steps")
     return sums, steps
