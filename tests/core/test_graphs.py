@@ -16,6 +16,7 @@ from tests.every_method import make_model
 from vivace.core.cuda.backend import CudaBackend, graphs_backend
 from vivace.core.cuda.graphs import GraphSpan
 from vivace.core.model import Decoder
+from vivace.core.step import Step
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request
 from vivace.decode.session import Session
@@ -129,6 +130,14 @@ def test_what_graphs_refuse() -> None:
         graphs_backend(torch.bfloat16, screens_head=True)
 
 
+def test_calls_that_name_what_may_be_read_are_no_graphs() -> None:
+    model = build()
+    model.run_on(CudaBackend(recorded))
+    cache = model.new_cache(1, 96)
+    assert span_of(model).covers(Step.at(cache, [0], [5]))
+    assert not span_of(model).covers(Step.at(cache, [0], [5], readable={0: torch.tensor([0, 2, 5])}))
+
+
 @pytest.mark.parametrize("mode", ["lazy", "exits"])
 def test_rows_that_may_read_some_entries_only(tmp_path: Path, mode: str) -> None:
     """Prompt tokens that come back, and early exits whose entries are missing: such calls are no graphs."""
@@ -137,5 +146,6 @@ def test_rows_that_may_read_some_entries_only(tmp_path: Path, mode: str) -> None
     with_graphs(engine)
     asked: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "do_sample": False}
     asked |= {"prefill": "lazy", "keep": "1:0.5"} if mode == "lazy" else {"method": "lite"}
-    found = [[answer.token_ids for answer in one.generate(list(PROMPTS) * 2, **asked)] for one in (engine, other)]
+    prompts = [" ".join([prompt] * 6) for prompt in PROMPTS]
+    found = [[answer.token_ids for answer in one.generate(prompts, **asked)] for one in (engine, other)]
     assert found[0] == found[1]
