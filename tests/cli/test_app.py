@@ -23,7 +23,7 @@ def test_help_is_quick_and_loads_no_torch() -> None:
     )
     least = "import typer; app = typer.Typer(); app.command()(lambda: None); app(['--help'])"
     times: dict[str, list[float]] = {ours: [], least: []}
-    for code in (ours, least) * 3:
+    for code in (ours, least) * 7:  # a virtual machine counts a third more now and then
         before = _seconds_of_children()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         times[code].append(_seconds_of_children() - before)
