@@ -79,7 +79,9 @@ class LowRankDeltas:
         if down is None:
             return
         up = self.up[site]
-        for adapter, rows in (self if len(x) == len(self.which) else self._first(len(x))).spans:
+        count = len(x)
+        first = self if count == len(self.which) else self.carried(self.which[:count], self.carriers[:count])
+        for adapter, rows in first.spans:
             inner = kernels.linear(x[rows].to(down.dtype), down[adapter])
             if site[1] == "mlp":
                 inner = kernels.pointwise(F.silu, inner)
@@ -89,11 +91,11 @@ class LowRankDeltas:
             else:
                 y.index_add_(0, rows, term)
 
-    def _first(self, count: int) -> LowRankDeltas:
-        """Return the same deltas for the first rows, without reading from the device what is known of them."""
-        first = replace(self, which=self.which[:count])
-        vars(first)["carriers"] = self.carriers[:count]
-        return first
+    def carried(self, which: Tensor, known: tuple[int, ...]) -> LowRankDeltas:
+        """Return the same deltas for rows that carry what ``known`` says, without reading ``which`` from the device."""
+        made = replace(self, which=which)
+        vars(made)["carriers"] = known
+        return made
 
     def take(self, rows: Tensor) -> LowRankDeltas:
         """Return the same deltas for some rows of the call."""

@@ -94,7 +94,7 @@ class LookupState(Forgetful):
         """Return the committed tokens, with a chain of guesses in each slot whose last tokens occurred before; where
         none did, the step is made here, as plain decoding makes it.
         """
-        chains = {slot: self.guess(context, slot) for slot in context.slots}
+        chains = self._chains(context)
         has_any = any(chains.values())
         found = None if has_any or self.model is None else deciding(self.model, context)
         if found is None:
@@ -105,9 +105,12 @@ class LookupState(Forgetful):
         """Add a chain below the roots of ``draft`` where the last tokens occurred before; also return the slots that
         got one.
         """
-        chains = {slot: self.guess(context, slot) for slot in context.slots}
+        chains = self._chains(context)
         known = frozenset(slot for slot, chain in chains.items() if chain)
         return draft.with_chains(chains) if known else draft, known
+
+    def _chains(self, context: Context) -> dict[int, list[int]]:
+        return {slot: self.guess(context, slot) for slot in context.slots}
 
     def guess(self, context: Context, slot: int) -> list[int]:
         """Return the tokens that followed this slot's last tokens before, at most as many as it may still use."""

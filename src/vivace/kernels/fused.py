@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -50,6 +50,11 @@ def _whole(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which work for a device is launched: it is the current one where it is a GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def can_run(*heads: Tensor) -> bool:
     """Return whether these heads (..., D) are on a GPU, in 16 bits, of one width, and no gradients are asked for."""
     return (
@@ -67,7 +72,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     rows, heads, width = x.shape
     rotated = cos.shape[-1]
     out = torch.empty((rows, heads, width), dtype=x.dtype, device=x.device)
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+    with on_device(x.device):
         _kernels().rotate[(rows, heads)](
             x,
             cos,
@@ -97,7 +102,7 @@ def store(keys: Tensor, values: Tensor, address: Tensor, into_keys: Tensor, into
     rows, heads, width = keys.shape
     if rows == 0:
         return
-    with torch.cuda.device(keys.device) if keys.is_cuda else nullcontext():
+    with on_device(keys.device):
         _kernels().store[(rows, heads)](
             keys,
             values,
@@ -134,7 +139,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, address: Tensor, visible: Te
     sums = torch.empty((rows, heads, parts, width), dtype=torch.float32, device=q.device)
     tops = torch.empty((rows, heads, parts, 2), dtype=torch.float32, device=q.device)
     block_d = max(16, _whole(width))
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+    with on_device(q.device):
         _kernels().attend[(rows, kv_heads, parts)](
             q,
             keys,

@@ -77,13 +77,6 @@ class FixedRows:
         return step
 
 
-def carried(deltas: LowRankDeltas, which: Tensor, known: tuple[int, ...]) -> LowRankDeltas:
-    """Return deltas for a call whose rows carry what ``known`` says, without reading ``which`` from the device."""
-    made = LowRankDeltas(which, deltas.down, deltas.up, deltas.kept)
-    vars(made)["carriers"] = known
-    return made
-
-
 def _fix(step: Step, entries: int) -> None:
     """Set what a call would ask numbers on the device for."""
     vars(step).update(num_visible=entries, single_slot=None, order=None)

@@ -11,12 +11,13 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from vivace.kernels.fused import on_device
 
 if TYPE_CHECKING:
     from vivace.core.model import Decoder
@@ -63,11 +64,6 @@ def cuda_graph(work: Callable[[], Results]) -> tuple[Callable[[], None], Results
         if was_enabled:
             gc.enable()
     return graph.replay, results
-
-
-def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which work for a device is launched: it is the current one where it is a GPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True)

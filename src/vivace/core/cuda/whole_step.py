@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
-from vivace.core.cuda.fixed_rows import FixedRows, carried
+from vivace.core.cuda.fixed_rows import FixedRows
 from vivace.core.cuda.recordings import Results
 from vivace.core.draft_rows import DeepRead, DraftRows
 from vivace.core.step import Step
@@ -131,7 +131,7 @@ class WholeStep:
             far = FixedRows(self._decoder, memory, slots.repeat(count), at, own, work.entries)
         carries = (-1,) * n + (0,) * n
         which = torch.cat((torch.full((n,), -1, device=device), torch.zeros(n, dtype=torch.int64, device=device)))
-        deltas = carried(draft_rows.deltas, which, carries)
+        deltas = draft_rows.deltas.carried(which, carries)
         fed = 2 * n if draft_rows.is_fed else n
         tokens, hidden = [root], []
         for depth in range(count):
@@ -164,16 +164,17 @@ class WholeStep:
             reading: the call in which draft rows read deep layers, if they do.
             is_known: (n,) whether anything of a slot has been verified that they could read.
         """
-        n, at = len(h), 0
+        n, reads = len(h), draft_rows.reads or (None,)
         assert draft_rows.scale is not None
-        for place, read in enumerate(draft_rows.reads):
-            assert reading is not None
-            p = self._read_deep(p, read, reading, is_known)
-            stop = place + 1 if place + 1 < len(draft_rows.reads) else draft_rows.exit_layer
-            rows = self._through(torch.cat((h, p)), both, at, stop)
-            (h, p), at = (rows[:n], rows[n:]), stop
-        rows = self._through(torch.cat((h, p)), both, at, draft_rows.exit_layer) if at == 0 else torch.cat((h, p))
-        return rows[:n], rows[n:] * draft_rows.scale
+        for layer, read in enumerate(reads):
+            if read is not None:
+                assert reading is not None
+                p = self._read_deep(p, read, reading, is_known)
+            is_last = layer + 1 == len(reads)
+            stop = draft_rows.exit_layer if is_last else layer + 1
+            rows = self._through(torch.cat((h, p)), both, layer, stop)
+            h, p = rows[:n], rows[n:]
+        return h, p * draft_rows.scale
 
     def _read_deep(self, p: Tensor, read: DeepRead, reading: Step, is_known: Tensor) -> Tensor:
         """Let draft rows (n, E) attend to what a deep layer stored about verified positions."""
