@@ -1,6 +1,6 @@
 """Text to token ids and back, chat templates, streaming text, and comparison of two tokenizers.
 
-A thin layer over transformers' ``AutoTokenizer``. Spaces are never cleaned up, so that text streamed in
+A thin layer over transformers' tokenizers. Spaces are never cleaned up, so that text streamed in
 pieces is the same text as decoding all ids at once.
 """
 
@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from vivace.checkpoint.files import resolve
 from vivace.checkpoint.generation import load_eos_ids
+from vivace.checkpoint.tokenizer_class import open_tokenizer
 from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError, UnsupportedError
 from vivace.prompts import is_unicode
 
@@ -249,13 +250,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         NotFoundError: there are no tokenizer files.
         CorruptError: the files cannot be read.
     """
-    from transformers import AutoTokenizer
-
     folder = resolve(path)
     if not _has_tokenizer(folder):
         raise NotFoundError(f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
     try:
-        inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        inner = open_tokenizer(folder)
     except Exception as exc:  # the tokenizers library raises bare Exception on malformed files
         raise CorruptError(f"the tokenizer of {folder} cannot be read: {' '.join(str(exc).split())[:300]}") from exc
     return Tokenizer(inner, load_eos_ids(folder))
