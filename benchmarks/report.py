@@ -33,6 +33,7 @@ from benchmarks import (
     features,
     first_token_tables,
     flash_tables,
+    gates,
     gpu_tables,
     guard_table,
     hostile_tables,
@@ -160,6 +161,8 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "law": law(everything),
             "results": technique(everything, "multirate"),
             "ablation": ablation.tables(RESULTS / "ablation"),
+            "shapes": ablation.tables(RESULTS / "shapes"),
+            "gates": gates.tables(RESULTS / "gates"),
         },
         techniques / "palette.md": {
             "quality": palette_tables.quality(RESULTS / "palettes"),

@@ -81,7 +81,7 @@ def test_training_rows_are_decoding_rows(deep, accelerator) -> None:
     fast = accelerator(torch.float32, noise=0.3)
     task = MultirateObjective(fast, MultirateLoss())
     tokens = batch(1).tokens[:1]
-    trained = task._accelerate(model, tokens, FrozenPass.of(model, tokens))
+    trained = task.accelerate(model, tokens, FrozenPass.of(model, tokens))
     step = Step.dense(*tokens.shape)
     h = model.embed(tokens.reshape(-1), step)
     _, drafted = dual_forward(model, fast, h, step, torch.arange(tokens.shape[1]), None)

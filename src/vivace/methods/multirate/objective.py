@@ -87,10 +87,10 @@ class MultirateObjective(DecoderObjective):
             share = 1 / len(rows)
             return loss * share, {name: float(value.detach()) * share for name, value in sums.items()}
 
-        top = self._accelerate(model, batch.tokens, frozen)[rows]
+        top = self.accelerate(model, batch.tokens, frozen)[rows]
         yield from head_in_parts(top, rows_at_once(self.loss.rows, head.num_rows), part_of)
 
-    def _accelerate(self, model: Decoder, tokens: Tensor, frozen: FrozenPass) -> Tensor:
+    def accelerate(self, model: Decoder, tokens: Tensor, frozen: FrozenPass) -> Tensor:
         """Return the residuals p at the exit layer for every position, (B * T, E)."""
         accelerator, step, count = self.accelerator, frozen.step, frozen.step.num_rows
         deltas = accelerator.deltas(torch.zeros_like(step.slot))
