@@ -209,10 +209,11 @@ def _tables(written: Mapping[str, Any]) -> list[str]:
     different = sum(run["num_different"] for part in parts for run in part["runs"])
     busy = max(part["others_cpu_share"] or 0 for part in parts)
     place = "" if written["exit_layer"] is None else f"exit layer {written['exit_layer']}, "
+    words = "" if written["exit_layer"] is None else f"draft vocabulary of {written['vocabulary']:,} tokens, "
     caption = (
         f"**{written['model']}**, {place}reach {written['reach']}, {written['steps']} "
-        f"steps each, chains of {written['guesses']} guesses, draft vocabulary of {written['vocabulary']:,} "
-        f"tokens, {parts[0]['num_prompts']} prompts of each set, {written['repeats']} repeats. "
+        f"steps each, chains of {written['guesses']} guesses, {words}"
+        f"{parts[0]['num_prompts']} prompts of each set, {written['repeats']} repeats. "
         f"{captions.machine(written['provenance'], written['kernels'])}{captions.others({'others_cpu_share': busy})}. "
         f"{different} texts differ from plain decoding's."
     )
