@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vivace.checkpoint.generation import load_eos_ids, load_generation_defaults
-from vivace.errors import CorruptError, UnsupportedError
+from vivace.errors import ConfigError, CorruptError, UnsupportedError
 
 
 def settings(folder: Path, **values: object) -> Path:
@@ -49,6 +49,47 @@ def test_half_a_file(llama: Path) -> None:
     (llama / "generation_config.json").write_text("{")
     with pytest.raises(CorruptError, match=r"generation_config\.json is not readable JSON"):
         load_generation_defaults(llama)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("temperature", "hot", "float"),
+        ("temperature", True, "float"),
+        ("top_p", [0.9], "float"),
+        ("top_k", 3.5, "int"),
+        ("max_new_tokens", True, "int"),
+        ("do_sample", "yes", "bool"),
+        ("do_sample", 1, "bool"),
+        ("stop_strings", 7, "str"),
+        ("forced_eos_token_id", "a", "int"),
+        ("decoder_start_token_id", "a", "int"),
+        ("forced_bos_token_id", 1.5, "int"),
+        ("bad_words_ids", [3], "tuple"),
+        ("early_stopping", "always", "one of True, False, never"),
+    ],
+)
+def test_settings_of_another_type(llama: Path, name: str, value: object, kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^generation_config\.json: {name}(\[0\])? must be {kind}, found "):
+        load_generation_defaults(settings(llama, **{name: value}))
+
+
+def test_settings_in_a_config_of_another_type(llama: Path) -> None:
+    (llama / "generation_config.json").unlink()
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"is_encoder_decoder": True, "num_beams": "many"}))
+    with pytest.raises(ConfigError, match=r"^config\.json: num_beams must be int, found 'many'$"):
+        load_generation_defaults(llama)
+
+
+@pytest.mark.parametrize("value", ["a", 1.5, {"id": 3}, True, [1, "a"]])
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_ends_that_are_no_ids(llama: Path, file: str, value: object) -> None:
+    settings(llama)
+    read = json.loads((llama / file).read_text())
+    (llama / file).write_text(json.dumps(read | {"eos_token_id": value}))
+    with pytest.raises(ConfigError, match=rf"^{file}: eos_token_id must be int, found "):
+        load_eos_ids(llama)
 
 
 def test_end_of_text(llama: Path) -> None:

@@ -3,19 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
 
 from vivace.checkpoint.files import read_json, resolve
+from vivace.configuration import build
 from vivace.errors import UnsupportedError
 
-HONOURED = (
-    *("do_sample", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "no_repeat_ngram_size"),
-    *("max_new_tokens", "max_length", "min_new_tokens", "min_length", "stop_strings", "forced_eos_token_id"),
-    *("decoder_start_token_id", "forced_bos_token_id", "bad_words_ids"),
-    *("num_beams", "length_penalty", "early_stopping", "num_return_sequences"),
-)
-"""Settings that are used as defaults."""
+T = TypeVar("T")
+
+FILE = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Settings that are used as defaults; None is not set."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    min_new_tokens: int | None = None
+    min_length: int | None = None
+    stop_strings: tuple[str, ...] | str | None = None
+    forced_eos_token_id: tuple[int, ...] | int | None = None
+    decoder_start_token_id: int | None = None
+    forced_bos_token_id: str | int | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] | None = None
+    num_beams: int | None = None
+    length_penalty: float | None = None
+    early_stopping: Literal[True, False, "never"] | None = None
+    num_return_sequences: int | None = None
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """End-of-text ids."""
+
+    eos_token_id: tuple[int, ...] | int | None = None
+
 
 _IN_CONFIG = (
     *(
@@ -64,43 +96,51 @@ def load_generation_defaults(path: str | Path) -> Mapping[str, Any]:
         UnsupportedError: the file has a setting that is not supported.
         NotFoundError: there is no such checkpoint.
         CorruptError: the file is not JSON.
+        ConfigError: a setting has a value of another type.
     """
-    folder = resolve(path)
+    folder, file = resolve(path), FILE
     found = _read(folder)
     if not found and read_json(folder / "config.json").get("is_encoder_decoder"):
-        found = {name: value for name, value in read_json(folder / "config.json").items() if name in _IN_CONFIG}
+        file = "config.json"
+        found = {name: value for name, value in read_json(folder / file).items() if name in _IN_CONFIG}
     for name, neutral in _NEUTRAL.items():
         if found.get(name) not in neutral:
             raise UnsupportedError(
-                f"generation_config.json asks for {name} = {found[name]!r}, which is not supported; "
-                f"set it to {neutral[-1]!r} there"
+                f"{file} asks for {name} = {found[name]!r}, which is not supported; set it to {neutral[-1]!r} there"
             )
-    words = found.get("bad_words_ids") or []
-    if any(len(word) != 1 for word in words):
-        raise UnsupportedError(
-            "generation_config.json asks for bad_words_ids of several tokens; only single ones are barred"
-        )
-    forced = found.get("forced_eos_token_id")
-    if isinstance(forced, list):
+    settings = _built(_Settings, found, file)
+    if any(len(word) != 1 for word in settings.bad_words_ids or ()):
+        raise UnsupportedError(f"{file} asks for bad_words_ids of several tokens; only single ones are barred")
+    forced = settings.forced_eos_token_id
+    if isinstance(forced, tuple):
         if len(forced) != 1:
-            raise UnsupportedError(
-                f"generation_config.json asks for forced_eos_token_id = {forced}; name one token there"
-            )
-        found["forced_eos_token_id"] = forced[0]
-    return {name: found[name] for name in HONOURED if found.get(name) is not None}
+            raise UnsupportedError(f"{file} asks for forced_eos_token_id = {list(forced)}; name one token there")
+        settings = replace(settings, forced_eos_token_id=forced[0])
+    return {name: value for name, value in vars(settings).items() if value is not None}
 
 
 def load_eos_ids(path: str | Path) -> tuple[int, ...]:
-    """Return the end-of-text ids that transformers would use: ``generation_config.json``, or else ``config.json``."""
+    """Return the end-of-text ids that transformers would use: ``generation_config.json``, or else ``config.json``.
+
+    Raises:
+        CorruptError: a file is not JSON.
+        ConfigError: what stands there is no id and no list of ids.
+    """
     folder = resolve(path)
-    for found in (_read(folder), read_json(folder / "config.json")):
-        ids = found.get("eos_token_id")
+    for file, found in ((FILE, _read(folder)), ("config.json", read_json(folder / "config.json"))):
+        ids = _built(_Ends, found, file).eos_token_id
         if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (int(ids),)
+            return ids if isinstance(ids, tuple) else (ids,)
     return ()
 
 
 def _read(folder: Path) -> dict[str, Any]:
     """Return the content of ``generation_config.json``; empty if there is no such file."""
-    file = folder / "generation_config.json"
+    file = folder / FILE
     return read_json(file) if file.is_file() else {}
+
+
+def _built(kind: type[T], found: Mapping[str, Any], file: str) -> T:
+    """Return those settings of a file that a dataclass has, each of its type."""
+    names = {field.name for field in fields(cast(Any, kind))}
+    return build(kind, {name: value for name, value in found.items() if name in names}, f"{file}: ")
