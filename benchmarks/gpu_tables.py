@@ -48,7 +48,8 @@ def trainings(folder: Path) -> str:
         answers, last = written["answers"], written["held_back"][-1]
         parts.append(
             f"**{written['model']}** on one {written['provenance']['device']} (`{stem}.json`), recipe "
-            f"`{written['recipe']}`: {answers['tokens']:,} tokens of its own answers were written in "
+            f"`{written['recipe']}` with `{' '.join(f'{name}={value}' for name, value in written['values'].items())}`: "
+            f"{answers['tokens']:,} tokens of its own answers were written in "
             f"{answers['seconds']} s, {answers['batch']} prompts at a time, and {last['step']:,} steps of "
             f"{written['minutes'] * 60:.0f} s made of them, {rate:,.0f} predicted tokens a second. "
             f"{_machine(written['provenance'])}."

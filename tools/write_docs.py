@@ -12,11 +12,13 @@ import dataclasses
 import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import typer
 
 from tests import published_checkpoints
 from tests.test_architecture import FLOORS, PACKAGE
@@ -43,7 +45,6 @@ from vivace.methods.table import METHODS
 from vivace.prefill.table import PREFILLS
 from vivace.recipes.reading import RECIPES
 from vivace.serve import bodies, foreign, metrics, server_metrics
-from vivace.serve.config import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -210,6 +211,18 @@ def commands_table() -> str:
     return table(("command", "what it does"), rows)
 
 
+def flags_table(command: str, panels: Sequence[str]) -> str:
+    """Return the table of a command's flags in these panels of its help, with their defaults."""
+    found = cast(Any, typer.main.get_command(app.build())).commands[command].params
+    rows = [
+        (f"`{flag.opts[0]}`", "" if flag.default is None else f"`{flag.default}`", flag.help)
+        for panel in panels
+        for flag in found
+        if getattr(flag, "rich_help_panel", None) == panel
+    ]
+    return table(("flag", "default", "meaning"), rows)
+
+
 def recipes_table() -> str:
     """Return the table of packaged recipes; the first line of each names what it trains, before a colon."""
     first_lines = [
@@ -322,7 +335,7 @@ def wanted() -> dict[Path, str]:
             "chat": request_fields(bodies.ChatBody, bodies.GenerationBody),
             "completions": request_fields(bodies.CompletionBody, bodies.GenerationBody),
             "refused": refused_fields(),
-            "settings": fields_table(ServeConfig),
+            "settings": flags_table("serve", ("Server", "Limits")),
             "metrics": metrics_table(),
         },
         ROOT / "docs" / "techniques" / "multirate.md": {

@@ -36,7 +36,9 @@ def serve(
     guard: options.GuardFiles = None,
     method: Annotated[str, typer.Option(help="How requests are decoded that do not say.")] = "auto",
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535, rich_help_panel=_SERVER)] = 8000,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535, rich_help_panel=_SERVER)
+    ] = 8000,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -91,14 +93,23 @@ def serve(
     max_num_seqs: Annotated[int, typer.Option(help="Answers written at once.", min=1, rich_help_panel=_LIMITS)] = 16,
     max_queue: Annotated[int, typer.Option(help="Answers that may wait.", min=0, rich_help_panel=_LIMITS)] = 64,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Prompt and answer, in tokens.", min=2, rich_help_panel=_LIMITS)
+        int | None,
+        typer.Option(
+            help="Prompt and answer, in tokens; left out: the model's context, at most 8192.",
+            min=2,
+            rich_help_panel=_LIMITS,
+        ),
     ] = None,
     default_max_tokens: Annotated[
         int | None,
         typer.Option(help="Longest answer of requests that do not say.", min=1, rich_help_panel=_LIMITS),
     ] = None,
-    max_body_bytes: Annotated[int, typer.Option(help="Of a request.", min=1, rich_help_panel=_LIMITS)] = 1 << 20,
-    max_connections: Annotated[int, typer.Option(help="Open at once.", min=1, rich_help_panel=_LIMITS)] = 512,
+    max_body_bytes: Annotated[
+        int, typer.Option(help="Bytes of the body of a request.", min=1, rich_help_panel=_LIMITS)
+    ] = 1 << 20,
+    max_connections: Annotated[
+        int, typer.Option(help="Connections open at once.", min=1, rich_help_panel=_LIMITS)
+    ] = 512,
     head_timeout: Annotated[float, typer.Option(help="Seconds for a request's head.", rich_help_panel=_LIMITS)] = 10.0,
     body_timeout: Annotated[float, typer.Option(help="Seconds for its body.", rich_help_panel=_LIMITS)] = 30.0,
     idle_timeout: Annotated[

@@ -114,16 +114,24 @@ class TrainFlags:
         return rows
 
     def folder(self, kind: str) -> Path:
-        """Return where the result goes: ``--out``, or the place in the model's folder where ``--method`` looks for it.
+        """Return where the result goes: ``--out``, or the place where ``--method`` looks for it.
+
+        That is in the model's folder, and for a model of the Hub in its copy on this machine.
 
         Raises:
-            ConfigError: neither is given.
+            ConfigError: nothing is given, or the model comes with the package.
+            NotFoundError: there is no such model.
         """
         if self.out is not None:
             return self.out
-        if self.model is None or not Path(self.model).is_dir():
+        if self.model is None:
             raise ConfigError("say where the result goes: --out DIR")
-        return Path(self.model) / "adapters" / kind
+        from vivace.checkpoint.files import PACKAGED, resolve
+
+        folder = resolve(self.model)
+        if folder.is_relative_to(PACKAGED) and not Path(self.model).is_dir():
+            raise ConfigError("say where the result goes: --out DIR; a folder in the package is not yours")
+        return folder / "adapters" / kind
 
     def report(self) -> Report:
         """Return what reports progress: notes on stderr, and TensorBoard curves if a folder for them is given."""

@@ -32,7 +32,7 @@ class ServeConfig:
     cors: tuple[str, ...] = ()
     """Sites whose pages may send requests from a browser."""
     served_model_name: str = "vivace"
-    """Name of the base model in requests and responses."""
+    """Name of the base model in requests and responses; ``vivace serve`` gives the name of its folder."""
     method: str = "auto"
     """Method of requests that name none."""
     prefill: str = "full"
@@ -52,7 +52,8 @@ class ServeConfig:
     max_queue: int = 64
     """Number of sequences that may wait; further ones are refused with 429."""
     max_model_len: int | None = None
-    """Largest number of tokens of a prompt and its answer together; None is the model's context."""
+    """Largest number of tokens of a prompt and its answer together; None is the model's context, but no more than
+    ``LONGEST_DEFAULT``."""
     default_max_tokens: int | None = None
     """Longest answer of requests that set no limit; None is the checkpoint's limit, or else the rest of the context."""
     max_body_bytes: int = 1 << 20

@@ -17,7 +17,7 @@ REFUSED: Mapping[str, str] = {
     "function_call": "use `tool_choice`",
     "audio": "this server writes text",
     "modalities": "this server writes text",
-    "moderation": "this server does not classify texts",
+    "moderation": "start the server with --guard; /v1/moderations says what it finds",
     "prediction": "drafts come from the server's own methods; see `method`",
     "reasoning_effort": "pass what the chat template understands in `chat_template_kwargs`",
     "early_stopping": "beam search is served by /v1/completions",
