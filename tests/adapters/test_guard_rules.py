@@ -68,6 +68,30 @@ def test_what_is_none_is_not_found(rule: Rule, text: str) -> None:
     assert RuleSearch(rule).look(text + " and so on, and on").start > len(text), "and is not held back for ever"
 
 
+@pytest.mark.parametrize(
+    ("rule", "text", "what"),
+    [
+        (IBAN, "order AB12 to account DE89370400440532013000 please", "DE89370400440532013000"),
+        (IBAN, "flight LH44 paid from DE89 3704 0044 0532 0130 00.", "DE89 3704 0044 0532 0130 00"),
+        (CARD, f"{'12345678 ' * 7}4111 1111 1111 1111 x", "4111 1111 1111 1111"),
+        (CARD, f"{'7 ' * 60}4111-1111-1111-1111", "4111-1111-1111-1111"),
+    ],
+)
+def test_a_number_behind_what_only_looks_like_one(rule: Rule, text: str, what: str) -> None:
+    one_by_one = list(range(1, len(text) + 1))
+    for cuts in (one_by_one, [], *(sorted(random.Random(seed).sample(one_by_one, 5)) for seed in range(8))):
+        found, shown = read_in_pieces(rule, text, cuts)
+        assert found is not None, cuts
+        assert shown <= found <= text.index(what)
+
+
+def test_a_long_run_of_digits_is_not_held_back() -> None:
+    search, text = RuleSearch(CARD), ""
+    for _ in range(60):
+        text += "7777777 "
+        assert search.look(text).start > len(text) - 60
+
+
 def test_check_digits() -> None:
     assert is_card("4111 1111 1111 1111")
     assert is_iban("FR14 2004 1010 0505 0001 3M02 606")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import shutil
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import vivace
 from tests.adapters.loras import make_lora
 from tests.tiny_checkpoints import make_checkpoint
+from vivace.adapters import registry as registry_module
 from vivace.adapters.registry import Registry
 from vivace.decode.request import Request
 from vivace.decode.session import Session
@@ -91,6 +94,61 @@ def test_an_adapter_in_use_is_not_removed(base: Path, loras: dict[str, Path]) ->
     assert engine.adapters.names == ["c", "d"]
     with pytest.raises(NotFoundError, match="there is no adapter 'a'"):
         engine.generate("x", adapter="a", **PLAIN)
+
+
+def test_an_adapter_of_a_request_that_lost_its_slot_is_not_removed(base: Path, loras: dict[str, Path]) -> None:
+    engine = open_registry(base, loras, room=4.5)
+    session, [request] = session_of(engine, "a")
+    session.admit(request)
+    session.step()
+    session._preempt(next(iter(session._live.values())))
+    gc.collect()
+    with pytest.raises(BusyError, match="adapter 'a' is in use"):
+        engine.adapters.remove("a")
+    while not session.is_idle:
+        session.step()
+    del session, request
+    engine.adapters.remove("a")
+
+
+def test_two_threads_cannot_take_one_name(base: Path, loras: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = vivace.load(base, dtype="bfloat16").adapters
+    both, read = threading.Barrier(2, timeout=20), registry_module.lora_factors
+
+    def slow(*given: Any) -> Any:
+        both.wait()  # both threads have found the name free
+        return read(*given)
+
+    monkeypatch.setattr(registry_module, "lora_factors", slow)
+    with ThreadPoolExecutor(2) as pool:
+        tried = [pool.submit(registry.add, "x", loras[name]) for name in "ab"]
+    [taken] = [future.result() for future in tried if future.exception() is None]
+    [refused] = [error for future in tried if (error := future.exception()) is not None]
+    assert isinstance(refused, ConfigError)
+    assert str(refused).startswith("the name 'x' is taken by")
+    assert registry.find("x") is taken
+
+
+def test_files_that_cannot_be_read_again_end_their_request_alone(
+    base: Path, loras: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_registry(base, loras, room=2.5)
+    assert engine.adapters.resident == ["c", "d"]
+    session, requests = session_of(engine, "d", "a")
+    numbers = [session.admit(requests[0])]
+
+    def fail(*_: Any) -> Any:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(registry_module, "lora_factors", fail)
+    while not session.can_begin(requests[1]):  # as the server's thread asks, which has to survive
+        time.sleep(0.001)
+    numbers.append(session.admit(requests[1]))
+    errors: dict[int, str] = {}
+    while not session.is_idle:
+        errors |= {emitted.request_id: str(emitted.error) for emitted in session.step()}
+    assert errors[numbers[0]] == "None"
+    assert "Too many open files" in errors[numbers[1]]
 
 
 def test_a_cancelled_request_lets_go(base: Path, loras: dict[str, Path]) -> None:

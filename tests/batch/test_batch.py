@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
+from vivace.adapters.guard.untrusted import with_material
+from vivace.batch import pool
 from vivace.batch import run as runs
 from vivace.batch.run import answer_file, read_prompts
 from vivace.cli.app import run
@@ -183,6 +185,18 @@ def test_the_command(engine: vivace.Engine, source: Path, capsys: pytest.Capture
     assert run([*words, "--num-beams", "2", "--max-new-tokens", "9", "--min-new-tokens", "3"]) == 0
     assert json.loads(capsys.readouterr().out)["num_prompts"] == 23
     assert output.read_text(encoding="utf-8") == expected(engine)
+
+
+def test_material_is_marked_as_elsewhere(engine: vivace.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What somebody else wrote does not become the user's turn because many rows are answered at once."""
+    monkeypatch.setattr(pool, "_OWN", [engine.tokenizer])
+    monkeypatch.setattr(
+        engine.tokenizer.inner, "chat_template", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    turns = [{"role": "user", "content": "Sum up."}, {"role": "untrusted", "content": "Say so [["}]
+    [tokens] = pool._tokens([turns], raw=False)
+    assert tokens == engine.tokenizer.encode_prompt(with_material(turns, engine.tokenizer))
+    assert "[[material 1]]" in engine.tokenizer.decode(cast("list[int]", tokens))
 
 
 def test_files_that_cannot_be(engine: vivace.Engine, tmp_path: Path) -> None:

@@ -203,6 +203,12 @@ def test_drafts_are_trained_over_a_lora_and_taken_with_it(checkpoint: Path, tmp_
     [want] = opened.generate("abc", method="plain", **settings)
     assert drafted.token_ids == want.token_ids
     assert drafted.stats.num_draft_tokens > 0
+    assert opened.methods.remembers
+    assert opened.methods_of("sql").remembers
+    opened.adapters.remove("other")
+    make_adapter(tmp_path / "o" / "drafting" / "multirate", checkpoint)
+    opened.adapters.add("other", tmp_path / "o")
+    assert "multirate" in opened.methods_of("other").runnable()
 
 
 def test_what_cannot_be_trained_over_a_lora_is_refused(checkpoint: Path, tmp_path: Path) -> None:

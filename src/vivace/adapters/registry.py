@@ -35,7 +35,7 @@ from vivace.checkpoint.peft import ModuleTable
 from vivace.core.low_rank import DeltaBank, FixedFactors, LowRankDeltas
 from vivace.core.model import Decoder
 from vivace.decode.memory import MemoryBudget
-from vivace.errors import BusyError, CapacityError, ConfigError, MismatchError, NotFoundError, VivaceError, nearest
+from vivace.errors import BusyError, CapacityError, ConfigError, MismatchError, NotFoundError, nearest
 from vivace.units import format_bytes
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -116,8 +116,12 @@ class Source:
         self.turn = next(_TURNS)
         """Number of the request; earlier ones have lower numbers."""
         self.has_run = False
-        """Whether the request has been given a slot."""
+        """Whether the request has been given a slot since it waited last."""
         known.sources.add(self)
+
+    def wait(self) -> None:
+        """Note that the request has no slot, from the start or once more, and will need the adapter."""
+        self.has_run = False
 
     @property
     def version(self) -> str:
@@ -229,17 +233,21 @@ class Registry:
         place = Path(folder)
         if self._base is None:
             raise NotFoundError("adapters can only be checked against a checkpoint folder, and this model has none")
-        with self._lock:
-            if name in self._known:
-                raise ConfigError(f"the name {name!r} is taken by {self._known[name].folder}; give another name")
+        self._require_free(name)
         stamp = stamp_of(place)
         factors, base = lora_factors(place, self._table, self._model, self._hash)
         known = Known(name, place, version_of(place), self._laid_out(factors), base, stamp)
         with self._lock:
+            self._require_free(name)  # another thread may have taken it while the files were read
             self._make_room(known)
             self._hold(known, factors)
             self._known[name] = known
         return known
+
+    def _require_free(self, name: str) -> None:
+        with self._lock:
+            if name in self._known:
+                raise ConfigError(f"the name {name!r} is taken by {self._known[name].folder}; give another name")
 
     def remove(self, name: str) -> None:
         """Forget an adapter.
@@ -300,7 +308,7 @@ class Registry:
                 self._settle(known)
             except BusyError:
                 return False
-            except VivaceError:
+            except Exception:  # noqa: BLE001 - of any kind: it is for the request that takes the adapter, not for all
                 return True
             return True
 
@@ -330,7 +338,7 @@ class Registry:
         with self._lock:
             for other in self._held():
                 if other is not known and other.loading is not None and other.loading.done():
-                    with suppress(VivaceError):  # whoever takes it is told why
+                    with suppress(Exception):  # of any kind: whoever takes it is told why
                         self._settle(other)
 
     def _pin(self, known: Known, factors: FixedFactors) -> Pin:

@@ -9,6 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from vivace.adapters.guard.untrusted import encoded
 from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer
 from vivace.errors import DecodingError, VivaceError
 
@@ -87,7 +88,7 @@ def _tokens(prompts: list[Any], raw: bool) -> list[list[int] | str]:
     found: list[list[int] | str] = []
     for prompt in prompts:
         try:
-            found.append(_OWN[0].encode_prompt(prompt, raw=raw))
+            found.append(encoded(prompt, _OWN[0], raw=raw))
         except VivaceError as error:
             found.append(str(error))
     return found

@@ -32,10 +32,11 @@ def read_prompts(source: str, limit: int | None) -> list[Prompt]:
 
 def questions_of(engine: Engine, prompts: list[Prompt], *, raw: bool) -> list[BenchmarkPrompt]:
     """Return prompts together with the token ids that the model reads."""
+    from vivace.adapters.guard.untrusted import encoded
     from vivace.evaluate.benchmark import BenchmarkPrompt
 
-    encode = engine.tokenizer.encode_prompt
-    return [BenchmarkPrompt(prompt.request, tuple(encode(prompt.request, raw=raw))) for prompt in prompts]
+    asked = [prompt.request for prompt in prompts]
+    return [BenchmarkPrompt(request, tuple(encoded(request, engine.tokenizer, raw=raw))) for request in asked]
 
 
 def split_names(text: str) -> list[str]:

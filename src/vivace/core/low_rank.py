@@ -162,6 +162,10 @@ class AdapterSource(Protocol):
         """Return whether it is in memory, or could be brought there now."""
         ...
 
+    def wait(self) -> None:
+        """Note that the request has no slot, from the start or once more, and will need the adapter."""
+        ...
+
 
 class Adapter(NamedTuple):
     """One adapter of a bank, as the rows of a sequence carry it."""
@@ -173,6 +177,9 @@ class Adapter(NamedTuple):
     def is_ready(self) -> bool:
         """Return True: its factors are in memory."""
         return True
+
+    def wait(self) -> None:
+        """Do nothing: its factors stay in memory."""
 
 
 class FixedFactors:

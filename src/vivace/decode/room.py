@@ -28,6 +28,13 @@ class Waiting(NamedTuple):
     paused: Sequence | None = None
     """What it was when it lost its slot."""
 
+    @classmethod
+    def again(cls, sequence: Sequence) -> Waiting:
+        """Return the request of a sequence that is about to lose its slot; its adapter learns that it still counts."""
+        if sequence.request.adapter is not None:
+            sequence.request.adapter.wait()
+        return cls(sequence.id, sequence.request, sequence)
+
     @property
     def num_tokens(self) -> int:
         """Return the number of tokens that are decided."""

@@ -262,12 +262,13 @@ class Session:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a sequence's slot away; it keeps its tokens, and is read again when there is room."""
+        waiting = Waiting.again(sequence)
         self._release(sequence)
         sequence.pieces.clear()
         sequence.shown.clear()
         sequence.stats.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.appendleft(Waiting(sequence.id, sequence.request, sequence))
+        self._waiting.appendleft(waiting)
 
     def _apart(self, sequences: list[Sequence], work: Callable[[list[Sequence]], list[Emitted]]) -> list[Emitted]:
         """Run a pass for ``sequences`` together. If it fails, end the sequences at fault and run it again for the

@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from vivace.adapters.guard.guard import TextGuard, guarded
-from vivace.adapters.guard.untrusted import with_material
+from vivace.adapters.guard.untrusted import encoded
 from vivace.adapters.lora import draft_weights_of
 from vivace.adapters.pool.pool import AUTO, PromptPool, behind
 from vivace.adapters.registry import Registry
@@ -75,8 +76,8 @@ class Engine:
         """Counts the memory of weights and drafters, and what is promised to texts."""
         self.adapters = Registry(model, methods.folder, methods.memory)
         """LoRAs that calls may name."""
-        self._methods_of: dict[str, Methods] = {}
-        """Drafters for texts with a LoRA, by its version."""
+        self._methods_of = WeakIdKeyDictionary()
+        """Drafters for texts with a LoRA, by what the registry knows of it, and as long as it knows it."""
         self.prefills = Prefills(model, methods.folder)
         """Ways to read prompts, by their settings."""
         self.prefix_cache: PrefixCache | None = None
@@ -170,15 +171,14 @@ class Engine:
         if adapter is None:
             return self.methods
         known = self.adapters.find(adapter)
-        if known.version not in self._methods_of:
+        if known not in self._methods_of:
             folders, base = draft_weights_of(known.folder), self.methods
             own = adapters_by_method(folders, base.folder)
-            self._methods_of[known.version] = (
-                Methods(self.model, base.folder, {**base.adapters, **own}, base.second, memory=self.memory)
-                if own
-                else base
-            )
-        return self._methods_of[known.version]
+            if own:
+                made = Methods(self.model, base.folder, {**base.adapters, **own}, base.second, memory=self.memory)
+                made.remembers = base.remembers
+            self._methods_of[known] = made if own else base
+        return cast(Methods, self._methods_of[known])
 
     def prefix(
         self, memory: PrefixCache | None, salt: str | None = None, owner: bytes = b"", *, lead: Lead | None = None
@@ -270,9 +270,7 @@ class Engine:
             UnsupportedError: the prompt is a text or messages, and the checkpoint has no tokenizer.
         """
         prompt = as_prompt(prompt)
-        if prompt and isinstance(prompt[0], Mapping):
-            prompt = with_material(cast("Sequence[Mapping[str, str]]", prompt), self.tokenizer)
-        return self.request_for(self.tokenizer.encode_prompt(prompt, raw=options.raw) if prompt else (), options)
+        return self.request_for(encoded(prompt, self.tokenizer, raw=options.raw) if prompt else (), options)
 
     def request_for(self, prompt_tokens: Sequence[int], options: Options, *, is_open: bool = False) -> Request:
         """Do the same as ``request`` for a prompt that is already in tokens; with ``is_open`` the answer may be shorter

@@ -35,7 +35,7 @@ _EMAIL = (
     r"(?<![\w.%+\-])[A-Za-z0-9][A-Za-z0-9._%+\-]{0,63}@"
     r"(?:[A-Za-z0-9](?:[A-Za-z0-9\-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}(?![\w\-])"
 )
-_CARD = rf"(?<!\d)(?<!\d[ \-])\d(?:{_SEPARATED}\d){{12,40}}{_SEPARATED}"
+_CARD = rf"(?<!\d)\d(?:{_SEPARATED}\d){{12,40}}(?!\d){_SEPARATED}"
 _IBAN = rf"(?<![A-Za-z0-9])[A-Za-z]{{2}}\d{{2}}(?:{_SEPARATED}[A-Za-z0-9]){{11,30}}{_SEPARATED}"
 
 
@@ -139,7 +139,7 @@ class RuleSearch:
             if is_open or self.rule.check is None or self.rule.check(match.group()):
                 self.start = match.start()
                 return Found(self.start, not is_open)
-            self.start = max(match.end(), self.start + 1)  # a number whose check digits are wrong
+            self.start = match.start() + 1  # its check digits are wrong, and another may begin within it
 
     def _search(self, text: str, is_whole: bool) -> Any:
         begun = time.perf_counter()

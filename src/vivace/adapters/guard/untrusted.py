@@ -4,14 +4,15 @@ Small models obey instructions that stand inside the text they are to summarise 
 Models*, 2024, arXiv:2407.21075). A message of the role "untrusted" is written into the user's turn between two lines
 that mark it as material. Nothing inside can end the material or begin a turn: lines that look like the marks, and
 spellings of the tokenizer's special tokens, are broken up. This lowers what an attack achieves and does not end it;
-``benchmarks/injection.py`` measures how much is left.
+``benchmarks/injections.py`` measures how much is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
-from vivace.checkpoint.tokenizer import Tokenizer
+from vivace.checkpoint.tokenizer import Messages, Tokenizer
 
 ROLE = "untrusted"
 """The role of a message whose text is material and no instruction."""
@@ -48,6 +49,13 @@ def with_material(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer) -
         else:
             found.append({"role": "user", "content": text})
     return found
+
+
+def encoded(prompt: str | Messages | Sequence[int], tokenizer: Tokenizer, *, raw: bool = False) -> list[int]:
+    """Return the tokens of a prompt, material in it marked (see ``Tokenizer.encode_prompt``)."""
+    if prompt and isinstance(prompt[0], Mapping):
+        prompt = with_material(cast(Messages, prompt), tokenizer)
+    return tokenizer.encode_prompt(prompt, raw=raw)
 
 
 def special_spellings(tokenizer: Tokenizer) -> tuple[str, ...]:
