@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - another system: files have no locks there
+    fcntl = None  # type: ignore[assignment]
+
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
@@ -63,6 +68,25 @@ def whole_lines(path: str | Path) -> str:
     """
     data = Path(path).read_bytes()
     return data[: data.rfind(b"\n") + 1].decode("utf-8")
+
+
+def lock(handle: int, *, wait: bool) -> bool:
+    """Take the lock of an open file, which is let go when the file is closed.
+
+    Args:
+        handle: descriptor of the file.
+        wait: whether to wait for another process that holds it.
+
+    Returns:
+        Whether it was taken; True also on systems without such locks.
+    """
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
 
 
 def cache_folder() -> Path:

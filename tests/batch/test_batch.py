@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +21,11 @@ from tests.tiny_checkpoints import make_checkpoint
 from vivace.adapters.guard.untrusted import with_material
 from vivace.batch import pool
 from vivace.batch import run as runs
+from vivace.batch.journal import Journal
 from vivace.batch.run import answer_file, read_prompts
 from vivace.cli.app import run
 from vivace.engine import Options
-from vivace.errors import CapacityError, ConfigError, CorruptError, DecodingError, NotFoundError
+from vivace.errors import BusyError, CapacityError, ConfigError, CorruptError, DecodingError, NotFoundError
 
 LINES = [f"{'abc ' * (place * 7 % 11)}{place}" for place in range(23)]
 SETTINGS: dict[str, Any] = {"max_new_tokens": 9, "num_beams": 2, "min_new_tokens": 3}
@@ -104,6 +106,37 @@ def test_other_settings_do_not_continue_a_run(engine: vivace.Engine, source: Pat
     journal.write_text("no journal\n")
     with pytest.raises(CorruptError, match="no journal of vivace batch"):
         answer_file(engine, source, output, Options.of(SETTINGS), num_workers=0)
+
+
+def test_another_model_in_the_same_place_does_not_continue_a_run(
+    engine: vivace.Engine, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    folder, output, options = tmp_path / "model", source.with_name("out.txt"), Options.of({"max_new_tokens": 2})
+    make_checkpoint(folder, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "_write", full_disk)
+        with pytest.raises(OSError, match="the disk is full"):
+            answer_file(vivace.load(folder), source, output, options, num_workers=0)
+    shutil.rmtree(folder)
+    make_checkpoint(folder, seed=2)
+    with pytest.raises(ConfigError, match="or by another model"):
+        answer_file(vivace.load(folder), source, output, options, num_workers=0)
+
+
+def test_two_runs_do_not_write_one_journal(source: Path) -> None:
+    output = source.with_name("out.txt")
+    first = Journal(output, {})
+    first.add(1, "a", {"text": "kept"})
+    with pytest.raises(BusyError, match="is written by another run"):
+        Journal(output, {})
+    first.close()
+    second = Journal(output, {})
+    assert second.answer(1, "a") == {"text": "kept"}
+    second.close(delete=True)
+    assert not second.path.exists()
 
 
 def test_a_run_without_answers_leaves_nothing_and_binds_nobody(engine: vivace.Engine, source: Path) -> None:

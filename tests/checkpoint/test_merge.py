@@ -120,6 +120,21 @@ def test_what_is_refused(tmp_path: Path) -> None:
     (tmp_path / "codes" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(UnsupportedError, match="stored in codes"):
         merge_checkpoint(tmp_path / "codes", lora, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text()) | {"quantization": {"group_size": 64, "bits": 4}}
+    (tmp_path / "codes" / "config.json").write_text(json.dumps(config), encoding="utf-8")  # as MLX says it
+    with pytest.raises(UnsupportedError, match="stored in codes"):
+        merge_checkpoint(tmp_path / "codes", lora, tmp_path / "out")
+    normed, size = make_lora(tmp_path / "normed", folder), vivace.load(folder).model.config
+    changed(
+        normed,
+        **{
+            f"{PREFIX}model__embed_tokens__lora_embedding_A": torch.zeros(4, size.vocab_size),
+            f"{PREFIX}model__embed_tokens__lora_embedding_B": torch.zeros(size.width, 4),
+            f"{PREFIX}model__embed_tokens__lora_magnitude_vector": torch.ones(size.width),
+        },
+    )
+    with pytest.raises(UnsupportedError, match=r"is a DoRA of model\.embed_tokens, which cannot be merged"):
+        merge_checkpoint(folder, normed, tmp_path / "out")
     changed(lora, **{f"{PREFIX}model__layers__9__mlp__up_proj__weight": torch.zeros(2, 2)})
     with pytest.raises(MismatchError, match="which this model does not have"):
         merge_checkpoint(folder, lora, tmp_path / "out")

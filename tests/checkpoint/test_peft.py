@@ -194,6 +194,8 @@ def _elsewhere(module: str, leaf: str = "lora_A.weight") -> Callable[[dict[str, 
         (None, {"modules_to_save": ["lm_head"]}, UnsupportedError, "modules_to_save.*merge it"),
         (None, {"layer_replication": [[0, 1]]}, UnsupportedError, "layer_replication"),
         (None, {"trainable_token_indices": [1]}, UnsupportedError, "trainable_token_indices"),
+        (None, {"init_lora_weights": "pissa_niter_16"}, UnsupportedError, 'init_lora_weights = "pissa_niter_16"'),
+        (None, {"init_lora_weights": "OLoRA"}, UnsupportedError, 'init_lora_weights = "OLoRA"'),
         (None, {"peft_type": "LOHA"}, UnsupportedError, "of the kind LOHA; only LORA is read"),
     ],
 )

@@ -14,7 +14,7 @@ import transformers
 from tests.parity.families import CONFIGS, make
 from vivace.checkpoint import save
 from vivace.checkpoint.load import load_decoder
-from vivace.checkpoint.save import save_decoder
+from vivace.checkpoint.save import copy_text_files, save_decoder
 from vivace.errors import CheckpointError, MismatchError
 
 Saved = Callable[[str], Path]
@@ -49,6 +49,14 @@ def test_shards_are_replaced_and_other_files_stay(llama: Path, tmp_path: Path) -
     assert [file.name for file in target.glob("*.safetensors*")] == ["model.safetensors"]
     assert (target / "notes.txt").read_text() == "mine"
     assert torch.equal(load_decoder(target).embedding, decoder.embedding)
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "spiece.model", "source.spm", "added_tokens.json"])
+def test_any_tokenizer_goes_along(tmp_path: Path, name: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / name).write_text("{}")
+    copy_text_files(tmp_path, tmp_path / "out")
+    assert (tmp_path / "out" / name).read_text() == "{}"
 
 
 def test_another_models_config(llama: Path, tmp_path: Path) -> None:

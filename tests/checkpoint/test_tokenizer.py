@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Inner
 from tokenizers import decoders, models, pre_tokenizers
 
-from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer, require_same_pieces
+from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer, load_tokenizer, require_same_pieces
 from vivace.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 
 TEMPLATE = (
@@ -145,6 +145,16 @@ def test_loading(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(NotFoundError, match="has no tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("t5", "spiece.model"), ("mbart", "sentencepiece.bpe.model"), ("marian", "source.spm")]
+)
+def test_a_tokenizer_that_cannot_be_opened_is_not_taken_for_none(tmp_path: Path, family: str, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    (tmp_path / name).write_bytes(b"no model")
+    with pytest.raises(CorruptError, match=r"the tokenizer of .* cannot be read"):
+        find_tokenizer(tmp_path)
 
 
 def test_tokenizers_are_compared_by_content() -> None:

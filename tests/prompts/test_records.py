@@ -25,6 +25,13 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert rows[4] == {"prompt": [3, 1, 4]}
 
 
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+def test_what_only_python_takes_for_the_end_of_a_line(tmp_path: Path, end: str) -> None:
+    prompts = [Prompt(f"one{end}two", (f"a{end}b",)), Prompt("three")]
+    save_prompts(tmp_path / "p.jsonl", prompts)
+    assert load_prompts(tmp_path / "p.jsonl") == prompts
+
+
 def test_gzip_blank_lines_and_foreign_keys_are_fine(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl.gz"
     path.write_bytes(gzip.compress(b'\n{"prompt": "Hi", "id": 7}\n\n'))

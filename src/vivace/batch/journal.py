@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vivace.errors import ConfigError, CorruptError
-from vivace.files import whole_lines
+from vivace.errors import BusyError, ConfigError, CorruptError
+from vivace.files import lock, whole_lines
 
 
 class Journal:
     """A file beside the output, to which every answer is appended under the number of its line.
 
     The first row has the settings, so that a run is continued only with the same ones. A row that was cut off by a kill
-    is dropped. An answer counts only if its prompt is still the same, so prompts may be corrected between two runs.
+    is dropped. An answer counts only if its prompt is still the same, so prompts may be corrected between two runs. The
+    file is locked while a run writes it.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any]) -> None:
@@ -24,18 +25,24 @@ class Journal:
 
         Raises:
             ConfigError: it was begun with other settings.
+            BusyError: another run writes it.
             CorruptError: it is no journal.
         """
         self.path = output.with_name(f".{output.name}.batch")
         self._rows: dict[int, tuple[str, dict[str, Any]]] = {}
         first = json.dumps({"settings": settings}, sort_keys=True)
-        kept = self._read(first) if self.path.is_file() else 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("r+b" if kept else "wb")
-        self._file.truncate(kept)
-        self._file.seek(kept)
-        if not kept:
-            self._append(first)
+        self._file = self.path.open("ab")
+        try:
+            if not lock(self._file.fileno(), wait=False):
+                raise BusyError(f"{self.path} is written by another run; wait for it, or name another output")
+            kept = self._read(first)
+            self._file.truncate(kept)
+            if not kept:
+                self._append(first)
+        except BaseException:
+            self._file.close()
+            raise
 
     def _read(self, first: str) -> int:
         """Read the rows that are whole, and return how many bytes they have."""
@@ -77,9 +84,9 @@ class Journal:
 
     def close(self, *, delete: bool = False) -> None:
         """Close the file, and delete it where the output is complete, or where it has no answer."""
-        self._file.close()
         if delete or not self._rows:
-            self.path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)  # before the lock is let go
+        self._file.close()
 
 
 def digest(prompt: object) -> str:

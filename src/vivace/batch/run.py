@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from vivace.batch.journal import Journal
 from vivace.batch.pool import TokenizerPool, wait
+from vivace.checkpoint.adapters import base_hash
 from vivace.decode.request import Emitted, Request
 from vivace.engine import Engine, Options
 from vivace.errors import ConfigError, CorruptError, NotFoundError, UnsupportedError, UsageError
@@ -118,23 +119,28 @@ def answer_file(
         raise ConfigError(f"{output} would replace the prompts; name another file for the answers")
     started = time.perf_counter()
     prompts = read_prompts(source)
-    journal = Journal(output, {"model": str(engine.folder), **(settings or {})})
+    journal = Journal(output, {"model": str(engine.folder), "weights": _weights(engine), **(settings or {})})
     left = [(line, prompt) for line, prompt in enumerate(prompts, 1) if journal.answer(line, prompt) is None]
     run = _BatchRun(engine, options, journal, batch_tokens)
     texts = TokenizerPool(
         engine.folder, num_workers if left else 0, raw=options.raw, stops=engine.stop_strings(options)
     )
-    done = len(prompts) - len(left)
+    done, is_written = len(prompts) - len(left), False
     try:
         for count in run.answered(left, texts):
             done += count
             progress(done, len(prompts))
         _write(output, journal.answers(prompts))
+        is_written = True
     finally:
         texts.close()
-        journal.close()
-    journal.close(delete=True)
+        journal.close(delete=is_written)
     return Summary(len(prompts), len(prompts) - len(left), run.num_tokens, time.perf_counter() - started)
+
+
+def _weights(engine: Engine) -> list[str]:
+    """Return hashes of the model's weights and of each LoRA's that may be worn."""
+    return [base_hash(engine.folder), *(engine.adapters.find(name).version for name in engine.adapters.names)]
 
 
 class _BatchRun:

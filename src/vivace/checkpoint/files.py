@@ -34,8 +34,14 @@ OWN_DRAFT = "draft"
 """Folder inside a checkpoint that holds a smaller checkpoint to draft with."""
 PACKAGED = Path(__file__).parents[1] / "weights"
 """Folder of the models that come with the package, each in a folder of its name."""
-PATTERNS = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt")
+TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.spm", "*.txt")
+"""Files beside the weights: configurations, templates and tokenizers."""
+PATTERNS = (*TEXT_PATTERNS, "*.safetensors")
 """Files that are downloaded from a Hub repository; pickles and other formats are not."""
+VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "source.spm"),
+)
+"""Files of which a tokenizer has at least one."""
 
 
 def resolve(path: str | Path) -> Path:
@@ -259,11 +265,13 @@ def open_tensors(folder: Path) -> Tensors:
 
 
 def tensor_paths(folder: Path) -> dict[str, Path]:
-    """Return the file of each stored tensor, from the index or the single file; raises like ``open_tensors``."""
+    """Return the file of each stored tensor, from the single file or the index; raises like ``open_tensors``."""
     if is_linked(folder):
         from vivace.checkpoint.gguf.folder import linked_file
 
         return dict.fromkeys(open_tensors(folder).names, linked_file(folder))
+    if (folder / WEIGHTS).is_file():  # as transformers does, whatever an index that was left behind says
+        return dict.fromkeys(_open(folder / WEIGHTS).keys(), folder / WEIGHTS)
     if (folder / INDEX).is_file():
         listed: Mapping[str, str] = read_json(folder / INDEX).get("weight_map") or {}
         missing = sorted({shard for shard in listed.values() if not (folder / shard).is_file()})
@@ -274,8 +282,6 @@ def tensor_paths(folder: Path) -> dict[str, Path]:
         if lost:
             raise CorruptError(f"{folder / INDEX} lists tensors their shards do not hold: {summary(lost)}")
         return {name: folder / shard for name, shard in listed.items()}
-    if (folder / WEIGHTS).is_file():
-        return dict.fromkeys(_open(folder / WEIGHTS).keys(), folder / WEIGHTS)
     if any(folder.glob("*.bin")):
         raise NotFoundError(f"{folder} has pickled .bin weights only; convert them to safetensors first")
     raise NotFoundError(f"{folder} has no {WEIGHTS} and no {INDEX}")

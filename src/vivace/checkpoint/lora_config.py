@@ -142,11 +142,18 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "monteclora_config": ({},),
 }
 """Settings that a plain LoRA leaves at these values, or at None."""
+_ON_ANOTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of ``init_lora_weights`` with which PEFT changes the base's weights when it loads the adapter, unless the
+adapter was converted while it was saved; the setting is then another.
+"""
 
 
 def _settings(raw: Mapping[str, Any]) -> LoraSettings:
     layers = raw.get("layers_to_transform")
     extras = [f"{key} = {json.dumps(raw[key])}" for key, plain in _PLAIN.items() if raw.get(key) not in (None, *plain)]
+    init = raw.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_ON_ANOTHER_BASE):
+        extras.append(f"init_lora_weights = {json.dumps(init)}")
     found = LoraSettings(
         rank=int(raw.get("r", 8)),
         alpha=float(raw.get("lora_alpha", 8)),

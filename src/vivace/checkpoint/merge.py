@@ -42,6 +42,7 @@ from vivace.checkpoint.peft import (
     checked,
     require_finite,
 )
+from vivace.checkpoint.quantized.settings import is_quantized
 from vivace.checkpoint.save import copy_text_files, forget_shards
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 
@@ -78,7 +79,7 @@ def merge_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) -> 
     if Path(out).resolve() in (folder.resolve(), place.resolve()):
         raise ConfigError(f"{out} is the base or the adapter itself; name another folder for what comes of them")
     raw = read_json(folder / "config.json")
-    if is_linked(folder) or "quantization_config" in raw:
+    if is_linked(folder) or is_quantized(raw):
         raise UnsupportedError(f"{base} is stored in codes; decode it first: vivace convert OUT --dense")
     merging = _Merging(folder, raw, place)
     tensors, changed = merging.tensors()
@@ -172,6 +173,8 @@ class _Merging:
 
     def _merge_embedding(self, module: str, name: str, parts: Mapping[str, Tensor], changed: dict[str, Tensor]) -> None:
         """Add a LoRA of the embedding: A (rank, V), B (E, rank)."""
+        if "magnitude_vector" in parts:
+            raise UnsupportedError(f"{self.place} is a DoRA of {module}, which cannot be merged")
         table = self.stored.tensor(f"{name}.weight").float()
         down, up = parts["embedding_A"].float(), parts["embedding_B"].float()
         if (down.shape[1], up.shape[0]) != tuple(table.shape):

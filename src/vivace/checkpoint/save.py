@@ -12,18 +12,16 @@ from typing import Any
 from torch import Tensor
 
 from vivace.checkpoint.families import family_of, translate
-from vivace.checkpoint.files import INDEX, WEIGHTS, read_json, staged, write_tensors
+from vivace.checkpoint.files import INDEX, VOCABULARIES, WEIGHTS, read_json, staged, write_tensors
 from vivace.checkpoint.names import Target, layout
 from vivace.checkpoint.quantized.settings import dense_config
 from vivace.core.model import Decoder
 from vivace.errors import MismatchError, UnsupportedError
 
 _TEXT_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "generation_config.json",
+    *VOCABULARIES,
+    *("target.spm", "target_vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "tokenizer_config.json"),
+    *("chat_template.jinja", "chat_template.json", "special_tokens_map.json", "generation_config.json"),
 )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from vivace.checkpoint.files import resolve
+from vivace.checkpoint.files import VOCABULARIES, resolve
 from vivace.checkpoint.generation import load_eos_ids
 from vivace.checkpoint.tokenizer_class import open_tokenizer
 from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError, UnsupportedError
@@ -252,7 +252,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     folder = resolve(path)
     if not _has_tokenizer(folder):
-        raise NotFoundError(f"{folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
+        raise NotFoundError(f"{folder} has no tokenizer ({', '.join(VOCABULARIES[:-1])} or {VOCABULARIES[-1]})")
     try:
         inner = open_tokenizer(folder)
     except Exception as exc:  # the tokenizers library raises bare Exception on malformed files
@@ -292,7 +292,7 @@ def forced_first(
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    return any((folder / name).is_file() for name in VOCABULARIES)
 
 
 def require_same_pieces(first: Tokenizer, second: Tokenizer) -> None:

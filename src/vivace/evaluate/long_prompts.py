@@ -150,7 +150,7 @@ def read_rows(source: Path) -> list[Row]:
     try:
         content = source.read_bytes()
         text = (gzip.decompress(content) if source.suffix == ".gz" else content).decode("utf-8")
-        rows = [json.loads(line) for line in text.splitlines()]
+        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
     except (ValueError, EOFError, gzip.BadGzipFile) as error:
         raise CorruptError(f"{source}: not readable as JSON, one object a line ({error})") from error
     if not rows:

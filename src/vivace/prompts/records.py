@@ -71,7 +71,7 @@ def load_prompts(
     opener = gzip.open if source.suffix == ".gz" else open
     try:
         with opener(source, "rt", encoding="utf-8") as stream:
-            lines = stream.read().splitlines()
+            lines = stream.read().split("\n")  # not at U+2028 and the like, which may stand in a text
     except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
         raise CorruptError(f"prompt file {source}: not readable as UTF-8 text ({error})") from error
     prompts = []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.files import INDEX as SHARDS
-from vivace.checkpoint.files import resolve, staged
+from vivace.checkpoint.files import TEXT_PATTERNS, resolve, staged
 from vivace.checkpoint.load import OpenCheckpoint, open_checkpoint, read_config
 from vivace.checkpoint.quantized.settings import dense_config, is_quantized
 from vivace.core.config import ModelConfig
@@ -46,7 +46,6 @@ from vivace.storage.store import (
     to_json,
 )
 
-COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 BLOCK = 256
 """Neurons whose records are assembled at once."""
 
@@ -117,7 +116,7 @@ def write_store(
 
 def _copy_beside(folder: Path, staging: Path) -> None:
     """Copy what lies beside the weights of a checkpoint: configuration, tokenizer, and adapters."""
-    for pattern in COPIED:
+    for pattern in TEXT_PATTERNS:
         for path in folder.glob(pattern):
             if path.name not in (SHARDS, INDEX):
                 shutil.copyfile(path, staging / path.name)

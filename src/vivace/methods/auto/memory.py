@@ -21,14 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from vivace.files import write_text
+from vivace.files import lock, write_text
 from vivace.methods.auto.measured import LONGEST, NUM_LINE, Measured, Sums
 from vivace.methods.auto.regime import Regime
-
-try:
-    import fcntl
-except ImportError:  # pragma: no cover - another system: the last writer wins there
-    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
 
@@ -106,12 +101,10 @@ class KeptMeasurements:
         Raises:
             BlockingIOError: another process holds it.
         """
-        if fcntl is None:
-            yield
-            return
         handle = os.open(self.path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR, 0o600)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock(handle, wait=False):
+                raise BlockingIOError
             yield
         finally:
             os.close(handle)

@@ -24,14 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError
-from vivace.files import replacing
+from vivace.files import lock, replacing
 from vivace.storage.prompt_cache.block_file import BlockHeader, encoded, read_block, read_header, write_block
 from vivace.units import format_bytes
-
-try:
-    import fcntl
-except ImportError:  # another system: one process at a time may write
-    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
 
@@ -241,12 +236,9 @@ class BlockDirectory:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Hold the lock of the folder, and remove what is there under temporary names: nobody writes it."""
-        if fcntl is None:
-            yield
-            return
         handle = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            lock(handle, wait=True)
             for entry in os.scandir(self.path):
                 if _PARTIAL.fullmatch(entry.name):
                     Path(entry.path).unlink(missing_ok=True)
