@@ -94,6 +94,27 @@ def test_what_changes_the_mathematics_is_refused_by_name(family: str, settings: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}}, "has no low_freq_factor"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": None, "high_freq_factor": 4.0}},
+            "cannot have",
+        ),
+        ({"rope_scaling": "yarn"}, "cannot have"),
+        ({"rope_parameters": [1]}, "cannot have"),
+        ({"hidden_act": ["silu"]}, "cannot have"),
+        ({"num_attention_heads": 0}, "cannot have"),
+        ({"max_position_embeddings": "many"}, "cannot have"),
+    ],
+)
+def test_values_that_no_model_has(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        translate({"model_type": "llama", **SIZES, **settings})
+    assert str(caught.value).startswith("config.json has ")
+
+
 def test_old_and_new_spelling_of_rotary_settings() -> None:
     base = {"model_type": "llama", **SIZES, "max_position_embeddings": 4096}
     settings = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 import pytest
 
+from tests.adapters.loras import make_lora
 from tests.tiny_checkpoints import make_adapter, make_checkpoint
+from vivace.checkpoint.adapters import base_hash
 from vivace.prompts import Prompt, packaged_prompts, save_prompts
 from vivace.storage.neurons.ordering import load_orders
 from vivace.storage.store import DATA
@@ -137,6 +139,13 @@ def test_neurons_in_the_order_of_their_activity(cli: Cli, tmp_path: Path) -> Non
     assert done.status == 0, done.err
     assert load_orders(tmp_path / "store") is not None
     assert all(line["error"] == 0 and line["recall"] == 1 for line in done.json["calibration"])
+
+
+def test_inspect_a_lora(cli: Cli, model: Path, tmp_path: Path) -> None:
+    facts = cli("inspect", make_lora(tmp_path / "lora", model, rank=3), "--json").json
+    assert (facts["kind"], facts["rank"], facts["more_than_a_lora"]) == ("lora", 3, [])
+    assert facts["base_hash"] == base_hash(model)
+    assert facts["bytes"] > 0
 
 
 def test_inspect(cli: Cli, model: Path, tmp_path: Path) -> None:

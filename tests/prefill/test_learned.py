@@ -288,6 +288,7 @@ def test_residuals_are_those_of_a_full_reading(engine: Engine) -> None:
         ("3:0.5:taught", "keep scores layer 3 by taught;"),
         ("3:0.5:heads", "has it for 2, 4"),
         ("2:0.5:", "keep has the score ''"),
+        ("inf%:0.5", "keep has 'inf%:0.5'; write LAYER:SHARE"),
     ],
 )
 def test_scores_that_there_are_not(engine: Engine, keep: str, message: str) -> None:

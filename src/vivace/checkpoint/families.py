@@ -16,7 +16,7 @@ from vivace.checkpoint.config_keys import Keys
 from vivace.checkpoint.names import Names
 from vivace.checkpoint.translators import Fields
 from vivace.core.config import ModelConfig
-from vivace.errors import UnsupportedError
+from vivace.errors import ConfigError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,17 @@ def translate(raw: Mapping[str, Any], ignored: Sequence[str] = ()) -> ModelConfi
 
     Raises:
         UnsupportedError: the family is not supported, or a key that would change the mathematics.
-        ConfigError: a required key is missing, numbers contradict each other, or a key cannot be ignored.
+        ConfigError: a required key is missing, numbers contradict each other, a value is of another type, or a key
+            cannot be ignored.
     """
     family = family_of(raw)
     keys = Keys(_text_part(raw), family.defaults, family.example)
-    fields = family.translate(keys)
+    try:
+        fields = family.translate(keys)
+    except KeyError as error:
+        raise ConfigError(f"config.json has no {error.args[0]} where {raw['model_type']} needs it") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"config.json has a value that {raw['model_type']} cannot have: {error}") from error
     keys.finish(ignored)
     return ModelConfig(**fields)
 

@@ -176,7 +176,10 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
         CheckpointError: a file is missing or broken.
     """
     from vivace.checkpoint.adapters import load_adapter
+    from vivace.checkpoint.lora_config import is_lora
 
+    if is_lora(folder):
+        return _lora_facts(folder)
     written, weights = load_adapter(folder)
     return {
         "folder": str(folder),
@@ -186,6 +189,27 @@ def adapter_facts(folder: Path) -> dict[str, Any]:
         "base_hash": written["base_hash"],
         "plan": written["plan"],
         "config": written["config"],
+        "tensors": _list(weights),
+    }
+
+
+def _lora_facts(folder: Path) -> dict[str, Any]:
+    """Return the facts that are shown about a LoRA of PEFT."""
+    from vivace.checkpoint.files import read_metadata, read_tensors
+    from vivace.checkpoint.lora_config import read_settings
+    from vivace.checkpoint.peft import BASE, TENSORS
+
+    settings, weights = read_settings(folder), read_tensors(folder / TENSORS)
+    return {
+        "folder": str(folder),
+        "kind": "lora",
+        **_size(weights),
+        "base_hash": read_metadata(folder / TENSORS).get(BASE),
+        "base_name": settings.base_name,
+        "rank": settings.rank,
+        "alpha": settings.alpha,
+        "targets": settings.targets,
+        "more_than_a_lora": [*settings.extras, *(["use_dora = true"] if settings.use_dora else [])],
         "tensors": _list(weights),
     }
 

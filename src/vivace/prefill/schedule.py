@@ -162,7 +162,7 @@ def _point(word: str, num_layers: int, *, takes_preset: bool, has_entries: bool)
             point = PrunePoint(place, float(keep), entries=float(last) if more else None)
         else:
             point = PrunePoint(place, float(keep), last if more else SCORES[0])
-    except ValueError:
+    except (ValueError, OverflowError):
         hint = nearest(word, PRESETS) if not colon and takes_preset else ""
         form = "LAYER:SHARE or LAYER:SHARE:ENTRIES, such as 15:0.2:0.1" if has_entries else "LAYER:SHARE, such as 9:0.5"
         raise ConfigError(f"keep has {word!r}; write {form}{hint}", field="keep") from None
