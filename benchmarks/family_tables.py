@@ -39,7 +39,7 @@ def _tables(written: Mapping[str, Any]) -> list[str]:
                 reach,
                 f"{ours['tokens_per_s']:.0f}",
                 f"{theirs['tokens_per_s']:.0f} ({found['transformers_dtype']})",
-                interval(ours),
+                interval(ours) if ours["speedup_interval"][0] > 0 else f"{ours['speedup']:.2f}x (of one answer)",
                 *(f"{each['tokens_per_s']:.0f} ({each['tokens_per_s'] / ours['tokens_per_s']:.2f})" for each in inside),
             )
         )
