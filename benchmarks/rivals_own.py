@@ -250,10 +250,11 @@ def tables(folder: Path) -> str:
         rounding = "by GPTQ" if written["adapters"] else "one by one"
         text = "answers to prompts that the model drew"
         if (answers := written.get("answers")) is not None:
+            is_all = answers["given"] == answers["answers"]
             text = (
-                f"{answers['answers']:,} answers of {answers['tokens']:,} tokens, {answers['given']:,} of them to "
-                "prompts of other rows of the same sets (no conversations, no documents), the others to prompts that "
-                "the model drew"
+                f"{answers['answers']:,} answers of {answers['tokens']:,} tokens, "
+                f"{'all' if is_all else format(answers['given'], ',')} of them to prompts of other rows of the same sets "
+                f"(no conversations, no documents){'' if is_all else ', the others to prompts that the model drew'}"
             )
         parts.append(
             f"**{written['model']}**, greedy, batch 1, {found[0]['num_prompts']} prompts of each category, up to "
