@@ -251,10 +251,12 @@ def tables(folder: Path) -> str:
         text = "answers to prompts that the model drew"
         if (answers := written.get("answers")) is not None:
             is_all = answers["given"] == answers["answers"]
+            count, others = (
+                ("all", "") if is_all else (f"{answers['given']:,}", ", the others to prompts that the model drew")
+            )
             text = (
-                f"{answers['answers']:,} answers of {answers['tokens']:,} tokens, "
-                f"{'all' if is_all else format(answers['given'], ',')} of them to prompts of other rows of the same sets "
-                f"(no conversations, no documents){'' if is_all else ', the others to prompts that the model drew'}"
+                f"{answers['answers']:,} answers of {answers['tokens']:,} tokens, {count} of them to prompts of other "
+                f"rows of the same sets (no conversations, no documents){others}"
             )
         parts.append(
             f"**{written['model']}**, greedy, batch 1, {found[0]['num_prompts']} prompts of each category, up to "
