@@ -280,7 +280,14 @@ def test_a_dictionary_carries_statistics(model, ragged) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{"output_scores": True}, {"do_sample": True, "num_beams": 2}, {"output_attentions": True}], ids=str
+    "asked",
+    [
+        {"output_scores": True},
+        {"do_sample": True, "num_beams": 2},
+        {"output_attentions": True},
+        {"guidance_scale": 1.5},
+    ],
+    ids=str,
 )
 def test_what_we_do_not_do_is_refused(model, ragged, asked: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(asked))):
@@ -291,6 +298,24 @@ def test_what_we_do_not_do_is_refused(model, ragged, asked: dict[str, Any]) -> N
             custom_generate=vivace.custom_generate,
             **asked,
         )
+
+
+@pytest.mark.parametrize("settings", [{"method": "lookup"}, {"num_beams": 2}], ids=str)
+def test_allowed_tokens_may_depend_on_the_row(model, ragged, settings: dict[str, Any]) -> None:
+    asked = {
+        **ragged,
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "prefix_allowed_tokens_fn": lambda row, ids: [10 * row + 10, 10 * row + 11 + int(ids[-1]) % 5],
+    }
+    usual = model.generate(**asked, **{name: value for name, value in settings.items() if name != "method"})
+    assert torch.equal(model.generate(**asked, **settings, custom_generate=vivace.custom_generate), usual)
+
+
+def test_padding_behind_a_prompt_is_refused(model) -> None:
+    ids, mask = torch.tensor([[21, 22, 0, 0], [1, 2, 3, 4]]), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    with pytest.raises(UnsupportedError, match="pad prompts on the left"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=2, custom_generate=vivace.custom_generate)
 
 
 def test_an_adapter_is_used_by_whichever_method_needs_it_or_refused(tmp_path: Path) -> None:

@@ -180,6 +180,10 @@ class _Called:
         if _has_encoder(model):
             return _Called(rows, width, [0] * len(rows), _sources(prepared, width))
         mask = prepared.get("attention_mask")
+        if mask is not None and bool((mask.long().diff() < 0).any()):
+            raise UnsupportedError(
+                "attention_mask has zeros behind ones; pad prompts on the left (padding_side='left')"
+            )
         padding = [0 if mask is None else int((mask[place * width] == 0).sum()) for place in range(len(rows))]
         return _Called(rows, width, padding, [None] * len(rows))
 
@@ -238,6 +242,7 @@ def _refuse(config: Any, beams: BeamPlan | None) -> None:
     if beams is None or not config.return_dict_in_generate:  # of a search these are the scores of whole texts
         wanted.append("output_scores")
     asked = [name for name in wanted if getattr(config, name, False)]
+    asked += ["guidance_scale"] if (getattr(config, "guidance_scale", None) or 1) != 1 else []
     if beams is not None:
         asked += [name for name in ("do_sample", "constraints", "force_words_ids") if getattr(config, name, None)]
         asked += [name for name in ("num_beam_groups",) if (getattr(config, name, None) or 1) > 1]
@@ -300,10 +305,15 @@ def _tell(model: Any, what: str) -> None:
 
 def _of_row(processor: Any, row: int, padding: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a prepared processor for one row of the batch; it is called with the row's padding put in front."""
+    from transformers import generation
+
     ignored = getattr(processor, "prompt_ignore_length", None)
     if isinstance(ignored, Tensor):  # one number per row of the batch
         processor = copy.copy(processor)
         processor.prompt_ignore_length = ignored[row : row + 1]
+    if isinstance(processor, generation.PrefixConstrainedLogitsProcessor):  # its function is told the row
+        allowed, place = processor._prefix_allowed_tokens_fn, row // processor._num_beams
+        processor = generation.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(place, ids), 1)
     return lambda ids, scores: processor(torch.cat((padding[None].to(ids), ids), 1), scores)
 
 

@@ -307,3 +307,15 @@ def test_repeats_are_barred_as_transformers_bars_them(size: int, length: int) ->
     assert torch.equal(scores, expected)
     assert torch.equal(scores, one_by_one)
     assert length < 40 or bool(scores.isinf().any())
+
+
+@pytest.mark.parametrize("early", [False, True, "never"])
+@pytest.mark.parametrize("penalty", [-100.0, -8.0, 8.0, 100.0])
+def test_every_penalty_in_range_ends_with_a_text(penalty: float, early: bool | str) -> None:
+    """Powers of lengths leave the range of floats in long texts; the likeliest texts are still found."""
+    search = BeamSearch(BeamPlan(2, 1, penalty, early_stopping=early), 1, 2000)  # type: ignore[arg-type]
+    while not search.is_done:
+        candidates = [Candidate(search.totals[0] - 1.0, 0, 5), Candidate(search.totals[0] - 2.0, 0, 6)]
+        search.take(candidates, lambda row, token: search.length >= 1900 and token == 6)
+    assert search.hypotheses
+    assert not any(one.score != one.score for one in search.hypotheses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,6 +130,30 @@ def test_loading_and_unloading(http: httpx2.Client, alone: dict[str, list[int]])
     reply = http.post("/v1/unload_lora_adapter", json={"lora_name": "c"})
     assert (reply.status_code, reply.text) == (200, "Success: LoRA adapter 'c' removed successfully.")
     assert http.post("/v1/completions", json={"model": "c", "prompt": "a"}).status_code == 404
+
+
+def test_a_lora_whose_draft_weights_are_broken_is_not_loaded(http: httpx2.Client, folder: Path) -> None:
+    (folder / "d" / "drafting" / "x").mkdir(parents=True)
+    try:
+        reply = http.post("/v1/load_lora_adapter", json={"lora_name": "d"})
+    finally:
+        shutil.rmtree(folder / "d" / "drafting")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "lora_path")
+    assert [card["id"] for card in http.get("/v1/models").json()["data"]] == ["tiny", "a", "b"]
+
+
+def test_what_is_worn_by_default_is_worn_over_http(tmp_path: Path) -> None:
+    """An adapter that recovers what few bits have lost, and a name with a slash."""
+    place = make_checkpoint(tmp_path / "rounded", layers=4)
+    make_lora(place / "adapters" / "recovery", place, seed=5)
+    given: dict[str, Any] = {"raw": True, "max_new_tokens": 12, "method": "plain"}
+    worn, bare = (opened(place, recovery=each).generate("the quick", **given)[0].token_ids for each in (True, False))
+    assert worn != bare
+    for recovery, wanted in ((True, worn), (False, bare)):
+        config = ServeConfig(served_model_name="org/tiny")
+        with local(opened(place, recovery=recovery), config) as running, running.http() as client:
+            assert answer(client, "org/tiny") == list(wanted)
+            assert client.get("/v1/models/org/tiny").json()["id"] == "org/tiny"
 
 
 def test_swapping_under_load(reached: Local, http: httpx2.Client, alone: dict[str, list[int]]) -> None:

@@ -34,6 +34,26 @@ CASES: dict[str, tuple[ToolFormat, str, str, list[tuple[str, str]]]] = {
     "bare with a tag": (LLAMA, f"<|python_tag|>{BARE}; {BARE}", "", [("look", ROME)] * 2),
     "bare text": (LLAMA, f"Say {BARE}", f"Say {BARE}", []),
     "bare json": (LLAMA, '{"a": 1} and on', '{"a": 1} and on', []),
+    "a name that is no text": (
+        HERMES, '<tool_call>{"name": "get\\_it", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "get\\_it", "arguments": {}}</tool_call>', [],
+    ),
+    "data with a name": (LLAMA, '{"name": "Alice", "age": 3}', '{"name": "Alice", "age": 3}', []),
+    "data of another name": (
+        LLAMA, '{"name": "Alice", "parameters": {"age": 3}}', '{"name": "Alice", "parameters": {"age": 3}}', [],
+    ),
+    "data in tags": (
+        HERMES,
+        '<tool_call>{"name": "f", "args": 1}</tool_call>', '<tool_call>{"name": "f", "args": 1}</tool_call>', [],
+    ),
+    "not closed before another": (HERMES, f"<tool_call>{CALL}\n<tool_call>{CALL}", "", [("look", ROME)] * 2),
+    "not closed before text": (HERMES, f"<tool_call>{CALL}\nThat is all.", "\nThat is all.", [("look", ROME)]),
+    "a key behind": (
+        MISTRAL, f'[TOOL_CALLS][{CALL[:-1]}, "id": "a}}b"}}, {CALL}] So.', " So.", [("look", ROME)] * 2,
+    ),
+    "a key behind, bare": (LLAMA, f'{BARE[:-1]}, "why": "because"}}; {BARE}', "", [("look", ROME)] * 2),
+    "a list of no calls": (MISTRAL, "[TOOL_CALLS] [this is none]", "[TOOL_CALLS] [this is none]", []),
+    "a list that ends in none": (MISTRAL, f"[TOOL_CALLS][{CALL}, none]", ", none]", [("look", ROME)]),
 }  # fmt: skip
 
 
@@ -41,7 +61,7 @@ CASES: dict[str, tuple[ToolFormat, str, str, list[tuple[str, str]]]] = {
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_answers_are_divided(name: str, size: int) -> None:
     form, answer, text, calls = CASES[name]
-    reader = ToolReader(form)
+    reader = ToolReader(form, names={"look", "f"})
     reads = [reader.push(answer[at : at + size]) for at in range(0, len(answer), size)]
     reads.append(reader.push("", is_last=True))
     assert "".join(read.text for read in reads) == text

@@ -155,15 +155,16 @@ class BeamSearch:
         stops = [ends(candidate.row, candidate.token) for candidate in candidates]
         is_closed = not self.can_improve or (self.is_full and plan.early_stopping is True)
         for candidate, stopped in zip(candidates[: plan.num_beams], stops, strict=False):
-            score = candidate.total / length**plan.length_penalty
-            if (stopped or is_last) and not is_closed and score > _OUT:
+            score = _scaled(candidate.total, length, plan.length_penalty)
+            if (stopped or is_last) and not is_closed and candidate.total > _OUT:
                 tokens = (*self.ids[candidate.row].tolist(), candidate.token)
                 self.hypotheses.append(Hypothesis(tokens, score, stopped))
         self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
         del self.hypotheses[plan.num_beams :]
         self._go_on(candidates, [stopped or is_last for stopped in stops])
-        best = self.totals[0] / (self.max_new_tokens if self._counts_longest else length) ** plan.length_penalty
-        self.can_improve &= best > (self.hypotheses[-1].score if self.is_full else _OUT)
+        longest = self.max_new_tokens if self._counts_longest else length
+        best = _scaled(self.totals[0], longest, plan.length_penalty)
+        self.can_improve &= best > self.hypotheses[-1].score if self.is_full else self.totals[0] > _OUT
         has_enough = self.is_full and plan.early_stopping is True
         self.is_done = not self.can_improve or has_enough or is_last or all(stops)
 
@@ -232,3 +233,13 @@ def _extended(texts: Integers, last: Sequence[int] | Integers) -> Integers:
     longer = np.empty((len(texts), texts.shape[1] + 1), dtype=np.int64)
     longer[:, :-1], longer[:, -1] = texts, last
     return longer
+
+
+def _scaled(total: float, length: int, penalty: float) -> float:
+    """Return a sum of log-probabilities divided by a power of a length, which may be too large or small for a float."""
+    try:
+        return total / float(length**penalty)
+    except OverflowError:
+        return -0.0
+    except ZeroDivisionError:
+        return -math.inf

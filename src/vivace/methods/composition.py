@@ -265,7 +265,7 @@ class Methods:
             raise ConfigError(f"{asked}, but method {method} {spec.no_length}; leave it out")
         if num_draft_tokens is not None and num_draft_tokens >= DRAFT_SLACK:
             raise ConfigError(f"num_draft_tokens is {num_draft_tokens}; a draft has at most {DRAFT_SLACK - 1} guesses")
-        key = (method, num_draft_tokens, quality)
+        key = (method, num_draft_tokens, None if quality is None else round(quality, 6))
         if key not in self._drafters:
             if (reason := spec.reason_against(self.model)) is not None:
                 raise UnsupportedError(f"method {method} cannot run on this model: {reason}")

@@ -94,7 +94,7 @@ class Reply:
     @property
     def usage(self) -> dict[str, Any]:
         """Token counts of the reply so far, in OpenAI's format."""
-        return usage(sum(map(len, self.parsed.prompts)), self.choices)
+        return usage(self.parsed.prompts, self.choices)
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -129,7 +129,10 @@ class Reply:
 
     def whole(self) -> dict[str, Any]:
         """Return the complete answers as one object."""
-        reply = self.head.object(self.shape.kind, [self.shape.whole(choice, self.extras) for choice in self.choices])
+        choices = [self.shape.whole(choice, self.extras) for choice in self.choices]
+        if self.extras.token_ids and len(self.parsed.prompts) > 1:
+            choices = [whole | {"prompt_token_ids": self._prompt_of(whole["index"])} for whole in choices]
+        reply = self.head.object(self.shape.kind, choices)
         if self.extras.token_ids:
             reply["prompt_token_ids"] = list(self.parsed.prompts[0])
         return {**reply, "usage": self.usage, "metrics": self.metrics}
@@ -154,12 +157,17 @@ class Reply:
             yield f"data: {json.dumps(api_error.body)}\n\n"
         yield "data: [DONE]\n\n"
 
+    def _prompt_of(self, index: int) -> list[int]:
+        """Return the tokens of the prompt that a choice answers."""
+        prompts = self.parsed.prompts
+        return list(prompts[index * len(prompts) // len(self.choices)])
+
     def _beginning(self, choice: Choice) -> list[dict[str, Any]]:
         opening = self.shape.opening(choice.index)
         parts = [] if opening is None else [opening]
-        if self.extras.token_ids and choice.index == 0:
-            opening = parts[0] if parts else self.shape.piece(0, NewTokens(""), Extras())
-            parts = [{**opening, "prompt_token_ids": list(self.parsed.prompts[0])}]
+        if self.extras.token_ids and (choice.index == 0 or len(self.parsed.prompts) > 1):
+            opening = parts[0] if parts else self.shape.piece(choice.index, NewTokens(""), Extras())
+            parts = [{**opening, "prompt_token_ids": self._prompt_of(choice.index)}]
         if choice.echo_text:
             parts.append(self.shape.piece(choice.index, NewTokens(choice.echo_text, choice.echo), self.extras))
         if choice.finish_reason and (closing := self.shape.closing(choice.index, choice.finish_reason)):

@@ -197,7 +197,7 @@ class Server:
             return EventStream(reply, call, self.metrics)
         try:
             await cancel_on_disconnect(request, reply.gather(call, self.metrics))
-            return _json(await self.texts.run(lambda: encoded(reply.whole())))
+            return _json(await self.texts.finish(lambda: encoded(reply.whole())))
         finally:
             call.close()
 
@@ -218,7 +218,7 @@ class Server:
         finally:
             call.close()
         triples = list(zip(texts, parsed.prompts, scored, strict=True))
-        return await self.texts.run(lambda: [self._echo(*triple) for triple in triples])
+        return await self.texts.finish(lambda: [self._echo(*triple) for triple in triples])
 
     def _echo(self, text: str, tokens: tuple[int, ...], scored: Scored | None) -> Echo:
         assert scored is not None, "every prompt was scored, or the call raised"
@@ -258,7 +258,7 @@ class Server:
                     measured[found[0]] = found[1].stats.guard
         finally:
             call.close()
-        return _json(await self.heavy.run(lambda: encoded(self.moderation.reply(texts, measured))))
+        return _json(await self.heavy.finish(lambda: encoded(self.moderation.reply(texts, measured))))
 
     async def load_lora(self, request: Request) -> Response:
         """Answer a request to ``/v1/load_lora_adapter``."""
@@ -377,7 +377,7 @@ def _other_routes(app: FastAPI, server: Server) -> None:
         """List the base model and its adapters."""
         return {"object": "list", "data": server.catalog.cards(server.max_model_len)}
 
-    @app.get("/v1/models/{name}", responses=_ERRORS)
+    @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def model(name: str) -> dict[str, Any]:
         """Describe one of the models that are served."""
         found = server.catalog.find(name)

@@ -155,7 +155,7 @@ def _with_values(call: Any) -> Any:
         return call
     try:
         values = json.loads(arguments)
-    except ValueError:  # an answer that was cut off; the template shows what there is
+    except (ValueError, RecursionError):  # an answer that was cut off; the template shows what there is
         return call
     return {**call, "function": {**call["function"], "arguments": values}}
 

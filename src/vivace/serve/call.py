@@ -126,7 +126,8 @@ class Call:
                 continue
             if isinstance(event, Failed):
                 self._over(job, "failed")
-                raise APIError(event.api_error.status, str(event.api_error), code=event.api_error.code)
+                error = event.api_error
+                raise APIError(error.status, str(error), param=error.param, code=error.code)
             if isinstance(event, Scored) or (isinstance(event, Emitted) and event.finish_reason is not None):
                 self._over(job, "finished")
             yield places[job], event

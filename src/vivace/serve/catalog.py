@@ -11,7 +11,7 @@ from vivace.checkpoint.lora_config import is_lora
 from vivace.core.low_rank import AdapterSource
 from vivace.core.seams import Drafter
 from vivace.engine import Engine
-from vivace.errors import ConfigError, NotFoundError, nearest
+from vivace.errors import ConfigError, NotFoundError, VivaceError, nearest
 from vivace.methods.composition import Methods, adapters_by_method
 from vivace.methods.table import METHODS
 from vivace.serve.api_error import APIError
@@ -45,7 +45,7 @@ class Catalog:
             if name in self._methods:
                 raise ConfigError(f"two models are called {name!r}; give the adapter another name")
             if is_lora(folder):
-                self._loras.add(name, folder)
+                self.add(name, Path(folder))
                 continue
             found = adapters_by_method([folder], engine.folder)
             methods = Methods(engine.model, engine.folder, found, engine.methods.second, memory=engine.memory)
@@ -56,6 +56,7 @@ class Catalog:
         for name in self._loras.names:
             if name in self._methods:
                 raise ConfigError(f"two models are called {name!r}; give the adapter another name")
+            engine.methods_of(name)  # reads its draft weights, if it has any
         for name, default in self._defaults.items():
             self._methods[name].drafter(default)
 
@@ -73,6 +74,11 @@ class Catalog:
         if name in self._methods:
             raise ConfigError(f"the name {name!r} is taken by a model of this server; give another name")
         self._loras.add(name, folder)
+        try:
+            self._engine.methods_of(name)  # its draft weights, if it has any
+        except VivaceError:
+            self._loras.remove(name)
+            raise
 
     def remove(self, name: str) -> None:
         """Serve a LoRA no more.
@@ -87,17 +93,22 @@ class Catalog:
             raise APIError(404, str(exc), param="lora_name", code="model_not_found") from None
 
     def source(self, model: str) -> AdapterSource | None:
-        """Return the LoRA of a model, as a request carries it; None for a model that is none.
+        """Return the LoRA of a model, as a request carries it; for a model that is none the one, if there is such, that
+        all wear which name none.
 
         Raises:
             APIError: it has gone since it was found (404).
         """
-        if model in self._methods:
-            return None
+        if not self.is_lora(model):
+            return self._loras.worn(None)
         try:
             return self._loras.source(model)
         except NotFoundError as exc:
             raise APIError(404, str(exc), param="model", code="model_not_found") from None
+
+    def is_lora(self, model: str) -> bool:
+        """Return whether a model is the base with a LoRA that the request names."""
+        return model not in self._methods
 
     def _of(self, model: str) -> str:
         """Return the name under which settings of a model are kept: those of a LoRA are the base's."""

@@ -48,6 +48,10 @@ class Lane:
         finally:
             self._num_open -= 1
 
+    async def finish(self, function: Callable[[], T]) -> T:
+        """Return the result of what is left to do for a request that was taken, however many others wait."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
     def close(self) -> None:
         """Take no more work; what has begun is completed."""
         self._threads.shutdown(wait=False, cancel_futures=True)

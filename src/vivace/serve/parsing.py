@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -223,12 +223,13 @@ class RequestParser:
     def _with_tools(self, parsed: ParsedRequest, body: ChatBody) -> ParsedRequest:
         """Return the same request, with its answers read for tool calls."""
         form = self._tools.form()
-        only_one = not body.parallel_tool_calls
+        only_one, names = not body.parallel_tool_calls, frozenset(tool.function.name for tool in body.tools)
+        tokenizer = self._tools.tokenizer if body.skip_special_tokens else self._verbatim
         return replace(
             parsed,
-            requests=self._tools.ending(parsed.requests, form, body),
-            tokenizer=self._tools.tokenizer if body.skip_special_tokens else self._verbatim,
-            reader=lambda: ToolReader(form, only_one=only_one),
+            requests=_stopping(self._tools.ending(parsed.requests, form, body), tokenizer),
+            tokenizer=tokenizer,
+            reader=lambda: ToolReader(form, only_one=only_one, names=names),
         )
 
     def _requests_of(
@@ -261,7 +262,7 @@ class RequestParser:
         for tokens in prompts:
             self._check_length(len(tokens), limit, body)
             first = self._request(body, tokens, options, drafter)
-            lead = first.lead if adapter is None else None
+            lead = None if self.catalog.is_lora(model) else first.lead
             prefix = self.engine.prefix(self._prefix, body.cache_salt, owner, lead=lead)
             processors = self._processors(body, len(tokens), bias)
             prefix = None if first.source is not None else prefix
@@ -269,13 +270,8 @@ class RequestParser:
                 first, num_top_logprobs=num_top or 0, processors=processors, adapter=adapter, lead=lead, prefix=prefix
             )
             requests += [replace(first, seed=seed + choice) for choice in range(body.num_texts)]
-        return ParsedRequest(
-            model,
-            method,
-            tuple(map(tuple, prompts)),
-            tuple(requests),
-            self.engine.tokenizer if body.skip_special_tokens else self._verbatim,
-        )
+        tokenizer = self.engine.tokenizer if body.skip_special_tokens else self._verbatim
+        return ParsedRequest(model, method, tuple(map(tuple, prompts)), _stopping(requests, tokenizer), tokenizer)
 
     def _check_length(self, num_prompt_tokens: int, limit: int | None, body: GenerationBody) -> None:
         """Raise an error for prompt and answer that do not fit, in terms of the request's fields."""
@@ -365,3 +361,13 @@ def _beams(body: GenerationBody) -> dict[str, Any]:
         return {"num_beams": 1} if body.draw_fields or body.n > 1 else {}
     asked = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
     return {"num_beams": body.num_beams, "num_return_sequences": body.n, **asked}
+
+
+def _stopping(requests: Iterable[Request], tokenizer: Tokenizer) -> tuple[Request, ...]:
+    """Return the same requests, whose stop texts are looked for in the text that the client gets."""
+    return tuple(
+        replace(request, stop=replace(request.stop, detokenize=tokenizer.decode))
+        if request.stop.stop_strings
+        else request
+        for request in requests
+    )

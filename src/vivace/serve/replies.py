@@ -170,9 +170,18 @@ class TextShape:
         return {
             "tokens": [token.piece.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{other.text: logprob for other, logprob in token.top} or None for token in tokens],
+            "top_logprobs": [_by_text(token.top) or None for token in tokens],
             "text_offset": [token.offset for token in tokens],
         }
+
+
+def _by_text(top: Sequence[tuple[TokenPiece, float]]) -> dict[str, float]:
+    """Return log-probabilities by text; bytes that are no text are spelt, and of equal texts the likeliest counts."""
+    found: dict[str, float] = {}
+    for piece, logprob in top:
+        is_text = piece.raw == piece.text.encode()
+        found.setdefault(piece.text if is_text else "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece.raw), logprob)
+    return found
 
 
 def _token(piece: TokenPiece, logprob: float) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from vivace.serve.tool_format import ToolFormat
 
@@ -46,16 +46,21 @@ class Read:
 class ToolReader:
     """Divides one answer into text and calls."""
 
-    def __init__(self, form: ToolFormat, *, only_one: bool = False) -> None:
+    def __init__(self, form: ToolFormat, *, only_one: bool = False, names: Collection[str] = ()) -> None:
         """Begin with nothing.
 
         Args:
             form: how the model writes calls.
             only_one: leave out whatever follows the first call.
+            names: of the functions that there are; where a format has no tag, JSON that names another one is text.
+                Empty takes every name.
         """
         self.calls: list[ToolCall] = []
         self._form = form
         self._only_one = only_one
+        self._names = names
+        self._before = ""
+        """What was taken off before a call; it is text if none comes."""
         self._left = ""
         """Text that is not interpreted yet."""
         self._depth = 0
@@ -103,6 +108,7 @@ class ToolReader:
             return False
         before, self._left = self._left[:at], self._left[at + len(tag) :]
         self._read.text += before if before.strip() else ""
+        self._before = tag
         self._state = self._head_of_list if self._form.is_list else self._head
         return True
 
@@ -110,14 +116,18 @@ class ToolReader:
         start = self._left.lstrip()
         if not start and not is_last:
             return False
-        self._left = start.removeprefix("[")
+        left = start.removeprefix("[")
+        self._before += self._left[: len(self._left) - len(left)]
+        self._left = left
         self._state = self._head
         return True
 
     def _head(self, is_last: bool) -> bool:
         """Read the name of the function that is called."""
-        if match := _HEAD.match(self._left):
-            self._open(json.loads(match[1]))
+        match = _HEAD.match(self._left)
+        name = None if match is None else _text_of(match[1])
+        if match is not None and self._is_known(name):
+            self._open(name)
             self._left = self._left[match.end() :]
             self._depth, self._is_string, self._is_escaped = 0, False, False
             self._state = self._arguments
@@ -131,20 +141,26 @@ class ToolReader:
         if self._take_whole(body):
             self._state = self._drop if self._only_one else self._say if close else self._next
         else:
-            self._read.text += self._form.tag + body + (close if end >= 0 else "")
+            self._read.text += self._before + body + (close if end >= 0 else "")
             self._state = self._say
         return bool(self._left)
+
+    def _is_known(self, name: object) -> TypeGuard[str]:
+        """Return whether this can be the name of a function that is called."""
+        return isinstance(name, str) and (bool(self._form.tag) or not self._names or name in self._names)
 
     def _take_whole(self, body: str) -> bool:
         """Read a call whose parts stand in another order."""
         try:
             said = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
-        if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+        if not isinstance(said, dict) or not {"arguments", "parameters"} & set(said):
             return False
-        given = said.get("arguments", said.get("parameters", {}))
-        self._open(said["name"])
+        name, given = said.get("name"), said.get("arguments", said.get("parameters"))
+        if not self._is_known(name):
+            return False
+        self._open(name)
         self._argue(given if isinstance(given, str) else json.dumps(given, ensure_ascii=False))
         return True
 
@@ -170,19 +186,22 @@ class ToolReader:
         return False
 
     def _tail(self, is_last: bool) -> bool:
-        """Read the rest of a call after its arguments."""
-        if not self._form.close:
-            start = self._left.lstrip()
-            if not start:
-                return False
-            self._left = start.removeprefix("}")
-            self._state = self._next
-            return True
-        at = self._left.find(self._form.close)
-        if at < 0:
+        """Read the rest of a call after its arguments: other keys, its brace, and what closes it.
+
+        What closes it may be missing before another call, and at the end of an answer, where text may follow instead.
+        """
+        end = _end_of_call(self._left)
+        if end < 0 and not is_last:
             return False
-        self._left = self._left[at + len(self._form.close) :]
-        self._state = self._say
+        rest, close = self._left[max(end, 0) :], self._form.close
+        if not close:
+            self._left, self._state = rest, self._next
+            return bool(rest)
+        at, tag = rest.find(close), rest.find(self._form.tag)
+        if at < 0 and tag < 0 and not is_last:
+            return False
+        is_closed = at >= 0 and (tag < 0 or at < tag)
+        self._left, self._state = rest[at + len(close) :] if is_closed else rest, self._say
         return True
 
     def _next(self, is_last: bool) -> bool:
@@ -191,6 +210,7 @@ class ToolReader:
         if not start:
             return False
         goes_on = start[0] in ",;"
+        self._before = start[0]
         self._left = start[1:] if goes_on or (self._form.is_list and start[0] == "]") else start
         self._state = self._head if goes_on else self._say
         return True
@@ -201,6 +221,7 @@ class ToolReader:
         return False
 
     def _open(self, name: str) -> None:
+        self._before = ""
         call = ToolCall(f"call_{uuid.uuid4().hex[:24]}", name)
         self._read.deltas.append({"index": len(self.calls), **call.whole})
         self.calls.append(call)
@@ -221,5 +242,34 @@ def _end_of_json(text: str) -> int:
     start = len(text) - len(text.lstrip())
     try:
         return json.JSONDecoder().raw_decode(text, start)[1]
-    except ValueError:
+    except (ValueError, RecursionError):
         return -1
+
+
+def _text_of(written: str) -> str | None:
+    """Return the text that a JSON string spells, None where it is none."""
+    try:
+        return str(json.loads(written))
+    except ValueError:
+        return None
+
+
+def _end_of_call(text: str) -> int:
+    """Return where the object ends whose arguments have just ended; -1 while it does not, 0 where it has no brace."""
+    start = text.lstrip()
+    if not start:
+        return -1
+    if start[0] not in ",}":
+        return 0
+    depth, is_string, is_escaped = 1, False, False
+    for place, char in enumerate(text, 1):
+        if is_string:
+            is_string = is_escaped or char != '"'
+            is_escaped = char == "\\" and not is_escaped
+        elif char == '"':
+            is_string = True
+        else:
+            depth += (char in "{[") - (char in "}]")
+        if depth == 0:
+            return place
+    return -1

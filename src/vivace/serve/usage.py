@@ -9,8 +9,16 @@ from typing import Any
 from vivace.serve.choice import Choice
 
 
-def usage(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return OpenAI's ``usage``, in which drafts are called predictions."""
+def usage(prompts: Sequence[Sequence[int]], choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return OpenAI's ``usage``, in which drafts are called predictions.
+
+    Args:
+        prompts: tokens of each prompt, which count once.
+        choices: those of the first prompt, of the second, and so on. What a prompt took from a cache is what its first
+            choice took; the others also take what the first has read.
+    """
+    num_prompt_tokens, each = sum(map(len, prompts)), max(1, len(choices) // len(prompts))
+    firsts = [choice.stats for choice in choices[::each] if choice.stats is not None]
     done = [choice.stats for choice in choices if choice.stats is not None]
     written = sum(len(choice.tokens) for choice in choices)
     drafted = sum(stats.num_draft_tokens for stats in done)
@@ -19,7 +27,7 @@ def usage(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, Any]:
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": written,
         "total_tokens": num_prompt_tokens + written,
-        "prompt_tokens_details": {"cached_tokens": max((stats.num_cached_tokens for stats in done), default=0)},
+        "prompt_tokens_details": {"cached_tokens": sum(stats.num_cached_tokens for stats in firsts)},
         "completion_tokens_details": {
             "reasoning_tokens": 0,
             "accepted_prediction_tokens": accepted,
