@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,13 @@ def test_a_wrong_row_is_named_and_nothing_is_written(tmp_path: Path, task: str, 
     with pytest.raises(CorruptError, match=f"line 2: not a row of {task} .*{reason}"):
         convert_chat(task, tmp_path / "in", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_split_without_rows_is_refused(tmp_path: Path) -> None:
+    row = {"instruction": "Say it.", "context": "", "response": "It."}
+    (tmp_path / "dolly.jsonl").write_text((json.dumps(row) + "\n") * 5)
+    with pytest.raises(ConfigError, match="has no rows of the split dev"):
+        convert_chat("dolly", tmp_path / "dolly.jsonl", tmp_path / "out", split="dev")
 
 
 def test_what_is_asked_wrongly_is_refused(tmp_path: Path) -> None:

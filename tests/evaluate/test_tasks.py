@@ -107,6 +107,14 @@ def test_a_broken_row_is_named_and_nothing_is_written(tmp_path: Path, row: objec
     assert not (tmp_path / "out").exists()
 
 
+def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(b'{"mr": "a", "ref": "b"}\n' * 50))
+    packed[20:26] = b"\xff" * 6
+    (tmp_path / "train.jsonl.gz").write_bytes(packed)
+    with pytest.raises(CorruptError, match="not readable as UTF-8 text"):
+        convert("e2e", tmp_path, tmp_path / "out")
+
+
 def test_a_truncated_archive_is_named(tmp_path: Path) -> None:
     source = write(tmp_path / "dev.jsonl.gz", E2E * 100)
     source.write_bytes(source.read_bytes()[:-20])

@@ -30,6 +30,15 @@ def test_stored_lengths_come_back_and_others_lie_between() -> None:
         assert counts[0] % 128 == 0
 
 
+def test_prompts_too_short_for_a_piece_each_are_nobodys_neighbours() -> None:
+    short = PartitionEntry(299, (256, 43), 1.0, 1.1)
+    table = Table(
+        (short, PartitionEntry(2047, (768, 512, 767), 3.0, 3.1), PartitionEntry(4095, (1536, 1024, 1535), 6.0, 7.0))
+    )
+    assert table.counts(299, 256) == [256, 43]
+    assert [len(table.counts(length, 256)) for length in (900, 1000, 3000, 9000)] == [3, 3, 3, 3]
+
+
 def test_a_search_ends_at_what_is_fastest_and_times_nothing_twice() -> None:
     asked: list[tuple[int, ...]] = []
 

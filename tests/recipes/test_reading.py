@@ -29,6 +29,12 @@ def test_changes_on_the_command_line() -> None:
             override(values, [change])
 
 
+def test_a_value_that_is_no_yaml_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"'plan.widths=\[1,1': the value is not YAML") as caught:
+        override({}, ["plan.widths=[1,1"])
+    assert "\n" not in str(caught.value)
+
+
 def test_files_that_are_no_recipes(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="the recipes that come with vivace are base, calm, chat, deed"):
         read_recipe(tmp_path / "none.yaml")

@@ -97,6 +97,10 @@ def test_regenerated_answers_go_on_after_a_cut(checkpoint: Path, tmp_path: Path)
     assert regenerated(engine, prompts, tmp_path / "b.jsonl", lambda _: None) == whole
     assert (tmp_path / "b.jsonl").read_text() == text
     assert len([json.loads(line) for line in lines]) == len(prompts)
+    other = vivace.load(make_checkpoint(tmp_path / "other", seed=4), kernels="torch")
+    for asked, of in ((["another", *prompts[1:]], engine), (prompts, other)):
+        with pytest.raises(MismatchError, match="has answers of another model or to other prompts"):
+            regenerated(of, asked, tmp_path / "a.jsonl", lambda _: None)
 
 
 def test_float32_beside_bfloat16_is_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.train.tiny import PAIRS, batches
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.errors import CapacityError, ConfigError
 from vivace.prompts import Prompt
-from vivace.train.data import Batches, BatchPlace, Row, Rows, asked, collate, grouped, pairs_of
+from vivace.train.data import Batches, BatchPlace, Row, Rows, Unended, Untold, asked, collate, grouped, pairs_of
 from vivace.train.variation import Variation, VariationConfig
 
 
@@ -63,6 +63,22 @@ def test_rows_that_are_too_long_are_left_out_and_refused_when_all_are(tokenizer:
     assert len(Rows(tokenizer, 64).encode([long, PAIRS[0]])) == 1
     with pytest.raises(CapacityError, match="the limit is 64"):
         Rows(tokenizer, 64).encode([long])
+
+
+def test_what_leaves_nothing_to_predict_is_left_out(tokenizer: Tokenizer) -> None:
+    piece = (Untold("x"), Unended(""))
+    assert len(tokenizer.inner("x", add_special_tokens=False)["input_ids"]) == 1
+    rows = Rows(tokenizer, 64)
+    assert len(rows.encode([piece, PAIRS[0]])) == 1
+    assert all(batch.weight for batch in rows.batches([piece, *PAIRS], 8))
+    assert rows.encode([]) == []
+
+
+def test_prompts_that_leave_no_room_are_refused_and_hang_nothing(tokenizer: Tokenizer) -> None:
+    with pytest.raises(CapacityError, match="the limit is 4"):
+        Rows(tokenizer, 4, cuts=True).encode([("Describe: " + "name " * 30, "x")])
+    with pytest.raises(ConfigError, match="no row was drawn in 1000 epochs"):
+        next(Batches(lambda rng, epoch: [], Rows(tokenizer, 64), tokens_per_batch=64).start_at(BatchPlace()))
 
 
 def test_what_cannot_be_learnt_is_refused(tokenizer: Tokenizer) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,6 +158,8 @@ def convert_chat(task: str, source: str | Path, output: str | Path, split: str |
     if split is not None and split not in found:
         raise ConfigError(f"{task} has no split {split}; it has {' and '.join(found)}")
     wanted = {name: rows for name, rows in found.items() if split in (None, name) and rows[1]}
+    if split is not None and not wanted:
+        raise ConfigError(f"{source} has no rows of the split {split}: every tenth is dev, and there are too few")
     target = Path(output)
     if target.suffix == ".jsonl" and len(wanted) > 1:
         raise ConfigError(
@@ -210,7 +213,10 @@ def _prompts(task: str, path: Path) -> Iterator[Prompt]:
     beside = [path.with_name(f"reference_gpt4.jsonl{end}") for end in (".gz", "")]
     for file in beside if task == "mt_bench" else ():
         if file.is_file():
-            references |= {row["question_id"]: row["choices"][0]["turns"] for row in _rows(task, file)}
+            try:
+                references |= {row["question_id"]: row["choices"][0]["turns"] for row in _rows(task, file)}
+            except (KeyError, IndexError, TypeError) as error:
+                raise CorruptError(f"{file}: not reference answers of {task} ({error!r})") from error
     number, found = 0, None
     for row in _rows(task, path):
         number += 1
@@ -237,7 +243,7 @@ def _rows(task: str, path: Path) -> Iterator[dict[str, Any]]:
                 if not isinstance(row, dict):
                     raise ValueError("not a JSON object")
                 yield row
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise CorruptError(f"{path}: not readable as UTF-8 text ({error})") from error
     except ValueError as error:
         raise CorruptError(f"{path}, line {number}: not a row of {task} ({error})") from error

@@ -229,7 +229,7 @@ def _highest(values: Sequence[float]) -> int:
 
 def _judgement(task: str, name: str, own: Marks, first: Marks) -> Judgement:
     """Return the values of a task from those of its rows."""
-    nll = sum(own.lost) / sum(own.counts)
+    nll = sum(own.lost) / sum(own.counts) if sum(own.counts) else math.nan  # texts of one token ask for nothing
     is_first, chooses = own is first, bool(own.right)
     tokens = sum(own.num_compared)
     flips = [mine != theirs for mine, theirs in zip(own.chosen, first.chosen, strict=True)]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,7 +152,7 @@ def read_rows(source: Path) -> list[Row]:
         content = source.read_bytes()
         text = (gzip.decompress(content) if source.suffix == ".gz" else content).decode("utf-8")
         rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (ValueError, EOFError, gzip.BadGzipFile) as error:
+    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise CorruptError(f"{source}: not readable as JSON, one object a line ({error})") from error
     if not rows:
         raise CorruptError(f"{source}: no rows")

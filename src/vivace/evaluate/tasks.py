@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,7 +205,7 @@ def _pairs(task: Task, source: Path) -> Iterator[tuple[str, str]]:
                 number += 1
                 row = json.loads(line)
                 yield task.prompt(row), task.answer(row)
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise CorruptError(f"{source}: not readable as UTF-8 text ({error})") from error
     except (ValueError, AttributeError) as error:
         raise CorruptError(f"{source}, line {number}: not a row of {task.name} ({error})") from error

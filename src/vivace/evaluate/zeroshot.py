@@ -18,6 +18,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -190,7 +191,7 @@ def _text_of(path: Path) -> str:
     content = path.read_bytes()
     try:
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
-    except (ValueError, EOFError, gzip.BadGzipFile) as error:
+    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise CorruptError(f"{path}: not readable as UTF-8 text ({error})") from error
 
 

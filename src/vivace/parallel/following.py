@@ -9,6 +9,7 @@ import torch
 
 from vivace.core.cache import Fresh, KVCache
 from vivace.core.model import Decoder
+from vivace.core.pending import PendingKV
 from vivace.core.seams import Memory
 from vivace.kernels.threads import one_pytorch_thread
 from vivace.parallel import passes
@@ -68,7 +69,7 @@ class Follower:
             case passes.RELEASE:
                 cache.release(numbers)
             case passes.RESTORE:
-                cache.restore((numbers, [[] for _ in numbers], None))
+                cache.restore((numbers, [PendingKV() for _ in numbers], None))
             case passes.FORK:
                 sources, targets = passes.unpack_lists(numbers)
                 cache.fork(sources, targets)

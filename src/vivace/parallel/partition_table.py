@@ -39,12 +39,17 @@ class Table:
     entries: tuple[PartitionEntry, ...]
 
     def counts(self, length: int, grid: int) -> list[int]:
-        """Return the pieces of a prompt: those of the table, or between those of its neighbours, on the grid."""
-        lengths = [entry.length for entry in self.entries]
-        place = bisect_left(lengths, length)
-        if place < len(lengths) and lengths[place] == length:
-            return list(self.entries[place].counts)
-        low, high = self.entries[max(0, place - 1)], self.entries[min(place, len(lengths) - 1)]
+        """Return the pieces of a prompt: those of the table, or between those of its neighbours, on the grid.
+
+        Prompts of the table that were too short for a piece for each rank are nobody's neighbours.
+        """
+        for entry in self.entries:
+            if entry.length == length:
+                return list(entry.counts)
+        most = max(len(entry.counts) for entry in self.entries)
+        entries = [entry for entry in self.entries if len(entry.counts) == most]
+        place = bisect_left([entry.length for entry in entries], length)
+        low, high = entries[max(0, place - 1)], entries[min(place, len(entries) - 1)]
         share = 0.0 if low is high else (length - low.length) / (high.length - low.length)
         bounds = [
             length * ((1 - share) * before / low.length + share * behind / high.length)

@@ -364,7 +364,7 @@ def _own_pairs(
         MismatchError: the training began with other text.
     """
     path = folder / OWN_TEXT
-    if (folder / STATE).exists():
+    if any(folder.rglob(STATE)):  # also of a search for an exit layer, which comes before the training itself
         if not path.exists():
             raise MismatchError(
                 f"{folder} has a run that began with other text than the model's own of that run; give --data or "

@@ -164,7 +164,7 @@ def _labelled(recipe: GuardRecipe, engine: Engine, prompts: Sequence[Prompt]) ->
 
 
 def _held_back(names: Sequence[str], recipe: GuardRecipe) -> Tensor:
-    """Return which rows are held back: the same share of each category, one at least.
+    """Return which rows are held back: the same share of each category, one at least and not all.
 
     Raises:
         ConfigError: a category has one row only.
@@ -175,7 +175,7 @@ def _held_back(names: Sequence[str], recipe: GuardRecipe) -> Tensor:
         if counts[name] < 2:
             raise ConfigError(f"category {name!r} has one row; two are needed, and some dozens to learn anything")
         seen[name] += 1
-        held[place] = seen[name] <= max(1, round(recipe.held_back * counts[name]))
+        held[place] = seen[name] <= min(counts[name] - 1, max(1, round(recipe.held_back * counts[name])))
     return held
 
 

@@ -61,5 +61,8 @@ def override(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any
             place = place.setdefault(section, {})
             if not isinstance(place, dict):
                 raise ConfigError(f"{change!r}: {section} is a value, not a section")
-        place[key] = yaml.safe_load(text)
+        try:
+            place[key] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{change!r}: the value is not YAML") from error
     return changed

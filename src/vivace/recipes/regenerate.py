@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from vivace.checkpoint.adapters import base_hash
 from vivace.core.cuda.backend import graphs_backend
 from vivace.engine import Engine, load
-from vivace.errors import CorruptError
+from vivace.errors import CorruptError, MismatchError
 from vivace.files import whole_lines, write_text
 from vivace.kernels.choice import choose
 from vivace.methods.composition import Methods
+from vivace.recipes.answers import MODEL_DIGITS
 from vivace.train.variation import Pair
 
 
@@ -63,16 +65,24 @@ def regenerated(engine: Engine, prompts: Sequence[str], path: Path, note: Callab
 
     Returns:
         Pairs of prompt and answer, without the prompts whose answer did not end within the length limit.
+
+    Raises:
+        MismatchError: the file has answers of another model, or to other prompts.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = complete_lines(path)
+    done, model = complete_lines(path), base_hash(engine.folder)[:MODEL_DIGITS]
+    known = zip(done, prompts, strict=False)
+    if any(row.get("model") != model for row in done) or any(row["prompt"] != prompt for row, prompt in known):
+        raise MismatchError(
+            f"{path} has answers of another model or to other prompts; delete it, or name another folder"
+        )
     if done:
         note(f"{len(done)} of {len(prompts)} answers were regenerated before")
     with path.open("a", encoding="utf-8") as file:
         for first in range(len(done), len(prompts), 64):
             asked = prompts[first : first + 64]
             for prompt, result in zip(asked, _answers(engine, asked), strict=True):
-                done.append({"prompt": prompt, "reference": result})
+                done.append({"prompt": prompt, "reference": result, "model": model})
                 file.write(json.dumps(done[-1], ensure_ascii=False) + "\n")
             file.flush()
             note(f"regenerated {len(done)} of {len(prompts)} answers")

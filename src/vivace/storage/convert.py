@@ -28,7 +28,10 @@ from vivace.kernels.layouts import layout_of
 from vivace.kernels.library import LANES
 from vivace.kernels.native import pack
 from vivace.storage.io.readers import PAGE
+from vivace.storage.neurons.ordering import FILE as ORDERS
 from vivace.storage.neurons.ordering import save_orders
+from vivace.storage.neurons.predictors import FILE as PREDICTORS
+from vivace.storage.neurons.thresholds import FILE as THRESHOLDS
 from vivace.storage.store import (
     DATA,
     INDEX,
@@ -111,6 +114,8 @@ def write_store(
         num_bytes, bundles, page_sums = _write(staging / DATA, identity, bundles, source, progress)
         index = to_json(identity, base_hash(folder), layout, kind, num_bytes, bundles, page_sums)
         (staging / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    for name in (PREDICTORS, THRESHOLDS, *((ORDERS,) if orders is None else ())):
+        (target / name).unlink(missing_ok=True)  # of what this folder held before
     return open_store(target)
 
 

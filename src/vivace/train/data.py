@@ -29,6 +29,8 @@ from vivace.train.batches import BatchPlace, BOut
 from vivace.train.objective import Objective
 from vivace.train.variation import Pair
 
+_EMPTY = 1000
+"""Epochs without a row after which a training ends."""
 _GRID = 8  # row lengths are multiples of this, so that few shapes occur
 
 
@@ -312,9 +314,13 @@ class Rows:
     def encode(self, pairs: Sequence[Pair]) -> list[Row]:
         """Encode pairs in order, leaving out or cutting those that are longer than the limit.
 
+        Pieces of one token are left out, too, since nothing in them is predicted.
+
         Raises:
-            CapacityError: all pairs are longer than the limit.
+            CapacityError: all pairs are left out.
         """
+        if not pairs:
+            return []
         tokenizer = self._tokenizer
         given = [self._template(prompt) for prompt, _ in pairs]
         prompts = tokenizer.inner(given, add_special_tokens=not tokenizer.has_template)["input_ids"]
@@ -326,10 +332,12 @@ class Rows:
             for row, (prompt, _) in zip(rows, pairs, strict=True)
             if row.num_prompt < self._longest or not self._cuts
         ]
-        kept = [row for row in rows if len(row.tokens) <= self._longest]
-        if rows and not kept:
-            shortest = min(len(row.tokens) for row in rows)
-            raise CapacityError(f"the shortest of {len(rows)} rows has {shortest} tokens, the limit is {self._longest}")
+        kept = [row for row in rows if row.num_prompt < len(row.tokens) <= self._longest]
+        if not kept:
+            shortest = min(len(p) + 1 if self._cuts else len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+            raise CapacityError(
+                f"the shortest of {len(pairs)} rows has {shortest} tokens or more, the limit is {self._longest}"
+            )
         return kept
 
     def batches(self, pairs: Sequence[Pair], tokens_per_batch: int) -> list[TokenBatch]:
@@ -375,10 +383,19 @@ class Batches(Generic[R, BOut]):
         self._seed = seed
 
     def start_at(self, place: BatchPlace) -> Iterator[tuple[BatchPlace, BOut]]:
-        """Yield endless batches from ``place`` on, each together with the place that follows it."""
-        epoch, first = place.epoch, place.index
+        """Yield endless batches from ``place`` on, each together with the place that follows it.
+
+        Raises:
+            ConfigError: no row was drawn in many epochs.
+        """
+        epoch, first, empty = place.epoch, place.index, 0
         while True:
             groups = self.epoch(epoch)
+            empty = 0 if groups else empty + 1
+            if empty == _EMPTY:
+                raise ConfigError(
+                    f"no row was drawn in {_EMPTY} epochs; raise the shares of the recipe, or give more rows"
+                )
             for index in range(first, len(groups)):
                 yield BatchPlace(epoch, index + 1), self._rows.collate(groups[index])
             epoch, first = epoch + 1, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from vivace.kernels.native import NativeBody
 from vivace.storage.budget import plan_memory
 from vivace.storage.convert import write_store
 from vivace.storage.loading import load_stored
-from vivace.storage.neurons import thresholds
+from vivace.storage.neurons import ordering, predictors, thresholds
 from vivace.storage.neurons.calibration import calibrate
 from vivace.storage.neurons.feed_forward import NeuronFeedForward
 from vivace.storage.neurons.ordering import chain, find_orders
@@ -109,14 +110,28 @@ def test_bytes_are_those_of_the_neurons_read(case: Case) -> None:
         assert storage.async_reader.traffic.num_bytes == expected
 
 
-def test_the_second_answer_is_the_first(case: Case) -> None:
+def test_an_answer_depends_on_no_other(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrate(case.folder / "model", case.selected, TEXTS, 0.3)
     try:
         with opened(case.selected, 0.9) as (model, _):
             assert same(answers(model), answers(model))
             assert same(answers(model, PROMPTS[1:]), answers(model)[1:])
+        with opened(case.selected, 0.9) as (model, storage):
+            found, neurons = answers(model), storage.neurons
+            assert neurons is not None
+            monkeypatch.setattr(neurons, "is_dense", lambda layer, active: True)  # as beside many other rows
+            assert distance(answers(model), found) < 1e-5
     finally:
         (case.selected.folder / thresholds.FILE).unlink()
+
+
+def test_a_new_store_takes_nothing_over_from_the_old_one(case: Case, tmp_path: Path) -> None:
+    """Neither an order of neurons nor what was learnt of the model that lay there before."""
+    for name in (ordering.FILE, predictors.FILE, thresholds.FILE):
+        (tmp_path / name).write_bytes(b"of another model")
+    shutil.copytree(case.selected.folder, tmp_path, dirs_exist_ok=True)
+    write_store(case.folder / "model", tmp_path, layout="selected", dtype="float32")
+    assert not {ordering.FILE, predictors.FILE, thresholds.FILE} & {path.name for path in tmp_path.iterdir()}
 
 
 def test_drafts_of_several_rows(case: Case) -> None:
@@ -424,7 +439,7 @@ def test_native_kernels_compute_with_selected_neurons(body: NativeBody, tmp_path
         with opened(store, 0.7, body=used) as (model, storage):
             feed = model.layers[1].feed_forward
             assert isinstance(feed, NeuronFeedForward)
-            found.append([feed._some(x) for x in rows])
+            found.append([feed._some(x, feed._selected(x)) for x in rows])
             assert storage.neurons is not None
             assert storage.neurons.body is used
             assert storage.neurons.counts.excess > 0

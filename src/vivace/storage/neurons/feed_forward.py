@@ -64,23 +64,22 @@ class NeuronFeedForward(nn.Module):
         if torch.is_grad_enabled() and x.requires_grad:
             raise UnsupportedError("adapters learn from every neuron; convert the model with layout layers")
         is_prompt = step.chunk is not None or step.grid is not None
+        gate = self._gate(x) if is_prompt else self._selected(x)
         if not is_prompt:
             self.neurons.take(step.memory)
-        y = None if is_prompt else self._some(x)
-        y = self._all(x) if y is None else y
+        y = None if is_prompt else self._some(x, gate)
+        y = self._all(x, gate) if y is None else y
         if self.down.bias is not None:
             y = y + self.down.bias
         y = y.to(x.dtype)
         return y if add is None else add + y
 
-    def _some(self, x: Tensor) -> Tensor | None:
+    def _some(self, x: Tensor, gate: Tensor | None) -> Tensor | None:
         """Compute with the active neurons, without the last bias; return None where all should be read."""
         neurons = self.neurons
-        gate = self._gate(x)
         if gate is None:
             active = neurons.predictors[self.layer].active(x, neurons.body)
         else:
-            gate = torch.where(gate.abs() > neurons.thresholds[self.layer], gate, 0.0)
             active = (gate != 0).any(0).nonzero()[:, 0]
         if neurons.is_dense(self.layer, active):
             return None
@@ -109,9 +108,8 @@ class NeuronFeedForward(nn.Module):
             inner[:, records.stop - at :] = 0
             y += inner @ found["down"]
 
-    def _all(self, x: Tensor) -> Tensor:
+    def _all(self, x: Tensor, gate: Tensor | None) -> Tensor:
         """Compute with all neurons, block by block, without the last bias."""
-        gate = self._gate(x)
         y = x.new_zeros(x.shape, dtype=torch.float32)
         body = None if multiplies_bfloat16() else self._body
         for first, found in self.neurons.every(self.layer):
@@ -121,6 +119,11 @@ class NeuronFeedForward(nn.Module):
             else:
                 body.add_neurons(found, x, y, self.config.activation, None if gate is None else gate[:, which])
         return y
+
+    def _selected(self, x: Tensor) -> Tensor | None:
+        """Return the selector's activations without those that a row leaves out, however many neurons are read."""
+        gate = self._gate(x)
+        return None if gate is None else torch.where(gate.abs() > self.neurons.thresholds[self.layer], gate, 0.0)
 
     def _gate(self, x: Tensor) -> Tensor | None:
         """Return the activations of the selector, (T, F); None for a layer without one."""
