@@ -19,6 +19,8 @@ PAIRS = (
     ("vivace bf16", "transformers", None),
 )
 """Our engine, the other engine, and the target: how many times its speed; None takes it from `TRANSFORMERS`."""
+UNEVEN = 1.5
+"""How many times the slowest repeat the fastest may be for a verdict."""
 TRANSFORMERS = {"100M": 4.0, "360M": 3.5}
 """The target beside transformers, by model."""
 
@@ -49,7 +51,10 @@ def _rows(model: str, found: Mapping[str, Any]) -> list[tuple[str, ...]]:
         bar = TRANSFORMERS[model] if asked is None else asked
         gain = runs[ours]["tokens_per_s"] / runs[theirs]["tokens_per_s"]
         whole = captions.whole_answers(runs[ours], runs[theirs])
+        low, high = runs[theirs]["tokens_per_s_spread"]
         met = "met" if gain >= bar else "**missed**"
+        if high > UNEVEN * low:
+            met = f"no verdict: {theirs} ran at {low:.1f} to {high:.1f} tokens/s"
         rows.append((model, ours, theirs, f"{bar:g}x", f"{gain:.2f}x", f"{whole:.2f}x", met))
     return rows
 

@@ -136,7 +136,8 @@ def steps(folder: Path) -> str:
             (
                 kind,
                 f"{format_bytes(cost['peak_bytes'])}, {cost['peak_bytes'] / found['plain']['peak_bytes']:.2f}x",
-                f"{cost['seconds']:.1f} s, {cost['seconds'] / found['plain']['seconds']:.2f}x" if is_timed else "",
+                f"{cost['seconds']:.1f} s, {cost['seconds'] / found['plain']['seconds']:.2f}x"
+                f"{'' if is_timed else ' (one step, with all that a first one allocates)'}",
             )
             for kind, cost in found.items()
         ]

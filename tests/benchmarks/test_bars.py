@@ -16,7 +16,10 @@ def test_a_bar_is_met_or_missed_by_what_was_measured(tmp_path: Path) -> None:
         **{"vivace bf16": 120.0, "vivace int8": 150.0, "vivace q4": 100.0, "transformers": 30.0},
         **{"llama.cpp": 100.0, "llama.cpp-q8_0": 130.0, "llama.cpp-q4_0": 200.0},
     }
-    runs = [{"method": name, "tokens_per_s": r, "end_to_end_tokens_per_s": r / 2} for name, r in rates.items()]
+    runs: list[dict[str, Any]] = [
+        {"method": name, "tokens_per_s": r, "tokens_per_s_spread": [r, r * 1.4], "end_to_end_tokens_per_s": r / 2}
+        for name, r in rates.items()
+    ]
     report = {"provenance": MACHINE, "models": {"100M": {"kernels": "avx512", "runs": runs}, "twin": {}}}
     assert tables(tmp_path) == "No result is committed yet."
     (tmp_path / "peers.json").write_text(json.dumps(report))
@@ -26,6 +29,11 @@ def test_a_bar_is_met_or_missed_by_what_was_measured(tmp_path: Path) -> None:
     assert "| 100M | vivace int8 | llama.cpp-q8_0 | 1.2x | 1.15x | 1.15x | **missed** |" in text
     assert "| 100M | vivace q4 | llama.cpp-q4_0 | 1.2x | 0.50x | 0.50x | **missed** |" in text
     assert "| 100M | vivace bf16 | transformers | 4x | 4.00x | 4.00x | met |" in text
+    runs[-1]["tokens_per_s_spread"] = [40.0, 200.0]  # of llama.cpp-q4_0
+    (tmp_path / "peers.json").write_text(json.dumps(report))
+    text = tables(tmp_path)
+    assert "1 of 4 bars are missed." in text
+    assert "no verdict: llama.cpp-q4_0 ran at 40.0 to 200.0 tokens/s |" in text
 
 
 def evaluated() -> dict[str, Any]:
