@@ -115,6 +115,20 @@ def test_values_that_no_model_has(settings: dict[str, Any], said: str) -> None:
     assert str(caught.value).startswith("config.json has ")
 
 
+@pytest.mark.parametrize("factor", [0.4, 1.5, 0.0])
+def test_parts_of_a_head_that_cannot_be_rotated(factor: float) -> None:
+    sizes = SIZES | {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with pytest.raises(ConfigError, match="of 12 components of a head cannot be rotated; check partial_rotary_factor"):
+        translate({"model_type": "llama", **sizes, "head_dim": 12, "partial_rotary_factor": factor + 0.02})
+
+
+@pytest.mark.parametrize("chosen", [0, 9])
+def test_experts_that_cannot_be_chosen(chosen: int) -> None:
+    raw = written("mixtral") | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": chosen}
+    with pytest.raises(ConfigError, match=f"{chosen} of 8 experts cannot be chosen"):
+        translate(raw)
+
+
 def test_old_and_new_spelling_of_rotary_settings() -> None:
     base = {"model_type": "llama", **SIZES, "max_position_embeddings": 4096}
     settings = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}

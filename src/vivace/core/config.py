@@ -61,6 +61,13 @@ class MoeConfig:
     normalise: bool
     """Whether the probabilities of the chosen experts are scaled to sum to one."""
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(
+                f"{self.top_k} of {self.num_experts} experts cannot be chosen; check num_experts_per_tok and the "
+                "number of experts"
+            )
+
 
 @dataclass(frozen=True)
 class RelativeBias:
@@ -152,6 +159,12 @@ class ModelConfig:
                 raise ConfigError(f"{name} has {len(given)} entries for {self.num_layers} layers")
         if self.head_dim % 2 and self.positions == "rotary":
             raise ConfigError(f"rotary positions need an even head width, found {self.head_dim}")
+        for rope in self.ropes:
+            if rope.width is not None and (rope.width % 2 or not 0 < rope.width <= self.head_dim):
+                raise ConfigError(
+                    f"{rope.width} of {self.head_dim} components of a head cannot be rotated; check "
+                    "partial_rotary_factor"
+                )
 
     @property
     def group(self) -> int:

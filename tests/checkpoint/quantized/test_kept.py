@@ -14,6 +14,8 @@ from tests.checkpoint.quantized.models import write
 from vivace.checkpoint.load import least_bytes, load_decoder
 from vivace.core.cpu.low_bit import LowBitLinear
 from vivace.core.cpu.quantized import quantized_copy
+from vivace.core.cpu.span import NativeSpan
+from vivace.core.step import Step
 from vivace.kernels.choice import choose
 from vivace.kernels.grid_codes import GridCodes
 from vivace.kernels.low_bit import LowBit
@@ -108,3 +110,33 @@ def test_drafts_leave_codes_alone_that_have_no_more_bits(tmp_path: Path) -> None
     rounded = quantized_copy(layers[1].o, "q4").weight
     assert isinstance(rounded, LowBit)
     assert rounded.format == "q4"
+
+
+@torch.inference_mode()
+def test_a_gate_and_an_up_of_other_widths_are_rounded_alike(tmp_path: Path) -> None:
+    """A file may store one in four bits and the other in eight; both read one quantized input."""
+    engines = [
+        vivace.load(write_file("llama", make("llama"), tmp_path / f"{kind}.gguf", kind)) for kind in ("q4_0", "q8_0")
+    ]
+    for low, high in (engines, engines[::-1]):
+        model = low.model
+        body = choose("auto").body
+        assert body is not None
+        layers: list[Any] = list(model.layers)
+        others: list[Any] = list(high.model.layers)
+        own = [layer.feed_forward.gate for layer in layers]
+        try:
+            for layer, other in zip(layers, others, strict=True):
+                layer.feed_forward.gate = other.feed_forward.gate
+            span = NativeSpan.of(model, body)
+            assert span is not None
+            rough = span.quantized(0, len(layers), "q4")
+            formats = {(layer.gate.format, layer.up.format) for layer in rough.plan.layers[: len(layers)]}
+            assert len({gate for gate, _ in formats} | {up for _, up in formats}) == 1
+            cache = model.new_cache(1, 8)
+            step = Step.at(cache, [0], [0])
+            h = rough.run(model.embed(torch.tensor([5]), step), step, 0, len(layers))
+            assert h.isfinite().all()
+        finally:
+            for layer, gate in zip(layers, own, strict=True):
+                layer.feed_forward.gate = gate

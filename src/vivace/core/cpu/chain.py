@@ -116,7 +116,9 @@ class NativeChain:
         return None if index < 0 else index
 
     def covers(self, rows: DraftRows | StreamRows | HeadRows) -> bool:
-        """Return whether it can draft with these rows: weights of chains must be contiguous and bfloat16."""
+        """Return whether it can draft with these rows: their weights must be contiguous and bfloat16."""
+        if isinstance(rows, StreamRows):
+            return self._span.can_take(rows.deltas)
         if not isinstance(rows, DraftRows) or rows in self._chain_calls:
             return True
         weights = [*rows.deltas.down.values(), *rows.deltas.up.values()]
@@ -274,8 +276,11 @@ class NativeChain:
         into.most = max(into.most, root.limit)
         depths = (c_int64 * (plan.steps * into.most))()
         into.depths = depths
-        riding = into.streams.contents.count if into.streams and into.streams.contents.rides else 0
+        streams = into.streams.contents if into.streams else None
+        riding = streams.count if streams is not None and streams.rides else 0
         beside = (1 + riding) * (1 + into.most) - (1 + root.limit)  # rows of a step that are not kept in any case
+        if streams is not None and not streams.rides:
+            beside += streams.count  # all stream rows are computed, also those whose guesses have no room
         last = cache.lengths[root.slot] + plan.room + max(beside, 0)
         cache.extend([root.slot], [last])
         worn = self._place(call, [root], cache, last)
@@ -373,7 +378,7 @@ class NativeChain:
         call.sequences = len(roots)
         worn, kept = self._span.native_deltas(_worn(cache, slots), 0, self._decoder.config.num_layers)
         call.worn, call.num_worn = worn, len(worn)
-        return kept
+        return kept, tables  # a longer text in another thread may replace the decoder's own
 
     def _run(
         self, call: CChain, plan: CPlan, roots: Sequence[ChainRoot], cache: KVCache, *, hands_over: bool

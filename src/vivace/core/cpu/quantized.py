@@ -21,17 +21,18 @@ SLOW_WEIGHTS = 2**24
 """Number of weights whose rounding takes long enough to be said (about a second on one core)."""
 
 
-def quantized_copy(part: object, weights: Weights, made: LowBit | None = None) -> Matrix:
+def quantized_copy(part: object, weights: Weights, made: LowBit | None = None, *, always: bool = False) -> Matrix:
     """Return a quantized copy of a packed projection's matrix, or the matrix itself where it has few bits already.
 
-    A copy that was ``made`` before is taken as it is.
+    A copy that was ``made`` before is taken as it is. With ``always`` codes of a file are rounded, too: the gate and
+    the up projection of a feed-forward read one quantized input, so that both have to be in one format.
     """
     assert isinstance(part, nn.Module)
     matrix = part.matrix
     assert isinstance(matrix, Matrix)
     if made is not None:
         return Matrix(made, matrix.bias, matrix.in_width, matrix.out_width)
-    if weights == "bf16" or not _is_rounded(matrix, weights):
+    if weights == "bf16" or not (always or is_rounded(matrix, weights)):
         return matrix
     if weights == "int8" and matrix.screen is not None:  # the screen is that copy
         return Matrix(matrix.screen.codes, matrix.bias, matrix.in_width, matrix.out_width)
@@ -51,13 +52,13 @@ def tell_rounding(what: str, parts: Iterable[object], weights: Weights) -> None:
     count = sum(
         matrix.in_width * matrix.out_width
         for matrix in matrices
-        if _is_rounded(matrix, weights) and not (weights == "int8" and matrix.screen is not None)
+        if is_rounded(matrix, weights) and not (weights == "int8" and matrix.screen is not None)
     )
     level = logging.INFO if count >= SLOW_WEIGHTS else logging.DEBUG
     log.log(level, "rounding %s weights of %s to %s for drafts", f"{count:,}", what, weights)
 
 
-def _is_rounded(matrix: Matrix, weights: Weights) -> bool:
+def is_rounded(matrix: Matrix, weights: Weights) -> bool:
     """Return whether a copy in a format takes less memory than a matrix; a file's codes may take no more."""
     if isinstance(matrix.weight, LowBit | Palette | IntPalette):
         return False

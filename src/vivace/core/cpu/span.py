@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from ctypes import c_void_p, pointer
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.packed import NativeNorm, PackedFeedForward, PackedMixture
-from vivace.core.cpu.quantized import quantized_copy, tell_rounding
+from vivace.core.cpu.quantized import is_rounded, quantized_copy, tell_rounding
 from vivace.core.low_rank import FixedFactors, LowRankDeltas
 from vivace.core.moe import ResidentExperts
 from vivace.core.step import Step
@@ -109,8 +109,16 @@ class NativeSpan:
         fresh = [part for key, part in found.items() if key not in known]
         tell_rounding(f"layers {start} to {stop - 1}", fresh, weights)
 
+        uneven = {
+            id(part)
+            for layer in self._layers[start:stop]
+            for pair in _pairs(layer.feed_forward)
+            if len({id(part) in known or is_rounded(part.matrix, weights) for part in pair}) > 1
+            for part in pair
+        }
+
         def matrix(part: object) -> CMatrix:
-            copied = quantized_copy(part, weights, known.get(id(part)))
+            copied = quantized_copy(part, weights, known.get(id(part)), always=id(part) in uneven)
             kept.append(copied)
             return copied.struct
 
@@ -418,6 +426,13 @@ def _layer(layer: Layer, rope: int, kept: list[object], matrix: Callable[[object
 def _part(layer: Layer, name: str) -> object | None:
     """Return a projection of a layer by its name, or None where the layer has none of this name."""
     return getattr(layer if name in ("qkv", "o") else layer.feed_forward, name, None)
+
+
+def _pairs(feed: object) -> list[tuple[Any, Any]]:
+    """Return the gate and the up projection of a feed-forward or of each expert of a mixture, where both are packed."""
+    feeds = [feed] if (experts := _experts_of(feed)) is None else experts
+    found = [(getattr(each, "gate", None), getattr(each, "up", None)) for each in feeds]
+    return [pair for pair in found if all(isinstance(getattr(part, "matrix", None), Matrix) for part in pair)]
 
 
 def _mixture(feed: object, kept: list[object], matrix: Callable[[object], CMatrix]) -> object:
