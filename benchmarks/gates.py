@@ -8,7 +8,8 @@ is shown is of the others.
 
 Speeds are those of bytes (``vivace.evaluate.speed_law``): a guess after k of N layers in q4 reads .3 k/N of the
 layers' bytes and half of the head's, a pass that verifies reads all. *Known* is the bound for any router: of two gates
-the higher one guesses only what the lower one has wrong, and a draft ends before a guess that neither has right.
+the higher one guesses only what the lower one has wrong, and a draft ends before a guess that neither has right, or that
+is the last of an answer.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def known(
         at, length = 0, len(answer[gates[-1]].right)
         while at < length:
             kept = 0
-            for place in range(at, min(at + longest, length)):
+            for place in range(at, min(at + longest, length - 1)):  # the last token comes with a pass in any case
                 gate = next((gate for gate in gates if answer[gate].right[place]), None)
                 if gate is None:
                     break

@@ -54,8 +54,8 @@ def test_an_unsure_guess_is_handed_on_and_ends_the_draft_where_it_is_taken() -> 
 def test_a_router_that_knows() -> None:
     answer = {2: Guessed([True, False, False, True], [0.0] * 4), 6: Guessed([True, True, False, True], [0.0] * 4)}
     found = known([answer], (2, 6), SHARES, 4)
-    assert (found.steps, found.tokens, found.guesses) == (2, 4, 3)
-    assert found.read == pytest.approx(2 + 0.1 + 0.3 + 0.1)
+    assert (found.steps, found.tokens, found.guesses) == (2, 4, 2)
+    assert found.read == pytest.approx(2 + 0.1 + 0.3)
 
 
 @given(answers, st.sampled_from([(2,), (6,), (2, 6)]), st.integers(1, 8), st.floats(0, 1), st.floats(0, 1))
@@ -73,7 +73,9 @@ def test_the_best_policy_is_found_by_trying_all() -> None:
     chosen = best_policy(texts, (2, 6), SHARES)
     # the lower gate's unsure guesses are wrong, the higher gate's are right
     assert 0.1 < chosen.taken <= 0.9
-    assert replay(texts, chosen, SHARES).gain == pytest.approx(known(texts, (2, 6), SHARES, 8).gain)
+    found, bound = replay(texts, chosen, SHARES), known(texts, (2, 6), SHARES, 8)
+    assert found.steps == bound.steps
+    assert found.guesses - bound.guesses <= 1, "the last token of an answer"
 
 
 def test_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_every_response_is_counted(watched: Local, http: httpx2.Client, monkeypa
         ("/v1/completions", 400, lambda: http.post("/v1/completions", json={"prompt": 1})),
         ("/v1/completions", 415, lambda: http.post("/v1/completions", content=b"{}")),
         ("/v1/models", 403, lambda: http.get("/v1/models", headers={"Host": "evil.example"})),
-        ("/v1/models/{name}", 404, lambda: http.get("/v1/models/none")),
+        ("/v1/models/{name:path}", 404, lambda: http.get("/v1/models/none")),
         ("other", 404, lambda: http.get("/nowhere/at-all")),
         ("/version", 200, lambda: http.get("/version")),
     ]

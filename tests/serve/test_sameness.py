@@ -85,13 +85,15 @@ def test_one_pass_serves_all_rows(server: Running, client: OpenAI, stream: bool)
     assert passes < tokens / 4
 
 
-def test_a_shared_prompt_is_read_once(client: OpenAI, engine: Engine) -> None:
+def test_a_shared_prompt_is_read_once(server: Running, client: OpenAI, engine: Engine) -> None:
     prompt = "the quick brown fox jumps over the lazy dog " * 12
     settings: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "n": 4, "temperature": 0}
+    hits = server.metric("vivace_prefix_cache_hits_total")
     reply = client.completions.create(**settings, extra_body={"cache_salt": "n", "return_token_ids": True})
     wanted = list(engine.generate(prompt, raw=True, max_new_tokens=12, method="plain")[0].token_ids)
     assert [choice.token_ids for choice in reply.choices] == [wanted] * 4
-    assert reply.usage.prompt_tokens_details.cached_tokens == reply.usage.prompt_tokens - 1
+    assert server.metric("vivace_prefix_cache_hits_total") - hits == 3 * (reply.usage.prompt_tokens - 1)
+    assert reply.usage.prompt_tokens_details.cached_tokens == 0, "the request itself found nothing"
     longer = client.completions.create(
         model="tiny", prompt=prompt + "and on", max_tokens=12, extra_body={"cache_salt": "n", "return_token_ids": True}
     )
