@@ -8,8 +8,8 @@ is shown is of the others.
 
 Speeds are those of bytes (``vivace.evaluate.speed_law``): a guess after k of N layers in q4 reads .3 k/N of the
 layers' bytes and half of the head's, a pass that verifies reads all. *Known* is the bound for any router: of two gates
-the higher one guesses only what the lower one has wrong, and a draft ends before a guess that neither has right, or that
-is the last of an answer.
+the higher one guesses only what the lower one has wrong, and a draft ends before a guess that neither has right and
+before the last token of an answer.
 """
 
 from __future__ import annotations
