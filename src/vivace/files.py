@@ -4,7 +4,9 @@ package keeps files of its own.
 
 from __future__ import annotations
 
+import gzip
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +15,9 @@ try:
     import fcntl
 except ImportError:  # pragma: no cover - another system: files have no locks there
     fcntl = None  # type: ignore[assignment]
+
+UNREADABLE = (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error)
+"""What reading a text file raises, packed by gzip or not, that is damaged or no text."""
 
 
 @contextmanager

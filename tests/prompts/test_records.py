@@ -73,6 +73,14 @@ def test_each_kind_of_broken_row_is_one_clear_line(tmp_path: Path, line: str, co
     assert "\n" not in str(caught.value)
 
 
+def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(b'{"prompt": "Hi"}\n' * 50))
+    packed[20:26] = b"\xff" * 6
+    (tmp_path / "p.jsonl.gz").write_bytes(packed)
+    with pytest.raises(CorruptError, match="not readable as UTF-8 text"):
+        load_prompts(tmp_path / "p.jsonl.gz")
+
+
 def test_files_that_are_no_prompt_files(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no such file"):
         load_prompts(tmp_path / "none.jsonl")

@@ -20,7 +20,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any
 from vivace.errors import ConfigError, CorruptError, NotFoundError, nearest
 from vivace.evaluate.frames import write_frame
 from vivace.evaluate.tasks import SPLITS, Converted
+from vivace.files import UNREADABLE
 from vivace.prompts import Prompt, save_prompts
 
 DEV_EVERY = 10
@@ -243,7 +243,7 @@ def _rows(task: str, path: Path) -> Iterator[dict[str, Any]]:
                 if not isinstance(row, dict):
                     raise ValueError("not a JSON object")
                 yield row
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except UNREADABLE as error:
         raise CorruptError(f"{path}: not readable as UTF-8 text ({error})") from error
     except ValueError as error:
         raise CorruptError(f"{path}, line {number}: not a row of {task} ({error})") from error

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 
 from vivace.errors import ConfigError, CorruptError, NotFoundError
 from vivace.evaluate.tasks import SPLITS, Converted
+from vivace.files import UNREADABLE
 from vivace.prompts import Prompt, save_prompts
 
 DEV_EVERY = 5
@@ -152,7 +152,7 @@ def read_rows(source: Path) -> list[Row]:
         content = source.read_bytes()
         text = (gzip.decompress(content) if source.suffix == ".gz" else content).decode("utf-8")
         rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except (ValueError, *UNREADABLE) as error:
         raise CorruptError(f"{source}: not readable as JSON, one object a line ({error})") from error
     if not rows:
         raise CorruptError(f"{source}: no rows")

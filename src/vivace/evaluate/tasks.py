@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from pathlib import Path
 from vivace.errors import ConfigError, CorruptError, NotFoundError, nearest
 from vivace.evaluate.slots import slot_errors
 from vivace.evaluate.spacing import detokenise, is_tokenised
+from vivace.files import UNREADABLE
 from vivace.prompts import Prompt, save_prompts
 
 SPLITS = ("train", "dev")
@@ -205,7 +205,7 @@ def _pairs(task: Task, source: Path) -> Iterator[tuple[str, str]]:
                 number += 1
                 row = json.loads(line)
                 yield task.prompt(row), task.answer(row)
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except UNREADABLE as error:
         raise CorruptError(f"{source}: not readable as UTF-8 text ({error})") from error
     except (ValueError, AttributeError) as error:
         raise CorruptError(f"{source}, line {number}: not a row of {task.name} ({error})") from error

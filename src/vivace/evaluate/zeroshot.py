@@ -18,14 +18,13 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from vivace.errors import ConfigError, CorruptError, NotFoundError
-from vivace.files import write_text
+from vivace.files import UNREADABLE, write_text
 
 WIKITEXT, ZEROSHOT = "wikitext", "zeroshot"
 JUDGED_TASKS = (ZEROSHOT, WIKITEXT)
@@ -191,7 +190,7 @@ def _text_of(path: Path) -> str:
     content = path.read_bytes()
     try:
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
-    except (ValueError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except (ValueError, *UNREADABLE) as error:
         raise CorruptError(f"{path}: not readable as UTF-8 text ({error})") from error
 
 

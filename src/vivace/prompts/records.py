@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vivace.errors import ConfigError, CorruptError, NotFoundError, nearest
-from vivace.files import write_text
+from vivace.files import UNREADABLE, write_text
 
 Message = dict[str, str]
 """One turn of a conversation: ``{"role": ..., "content": ...}``."""
@@ -72,7 +72,7 @@ def load_prompts(
     try:
         with opener(source, "rt", encoding="utf-8") as stream:
             lines = stream.read().split("\n")  # not at U+2028 and the like, which may stand in a text
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except UNREADABLE as error:
         raise CorruptError(f"prompt file {source}: not readable as UTF-8 text ({error})") from error
     prompts = []
     for number, line in enumerate(lines, 1):
