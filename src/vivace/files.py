@@ -16,6 +16,8 @@ try:
 except ImportError:  # pragma: no cover - another system: files have no locks there
     fcntl = None  # type: ignore[assignment]
 
+HAS_LOCKS = fcntl is not None
+"""Whether files can be locked here."""
 UNREADABLE = (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error)
 """What reading a text file raises, packed by gzip or not, that is damaged or no text."""
 
@@ -85,7 +87,7 @@ def lock(handle: int, *, wait: bool) -> bool:
     Returns:
         Whether it was taken; True also on systems without such locks.
     """
-    if fcntl is None:
+    if not HAS_LOCKS:
         return True
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

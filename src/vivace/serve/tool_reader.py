@@ -43,6 +43,30 @@ class Read:
     """Parts of calls, as streams contain them."""
 
 
+@dataclass
+class _Braces:
+    """Finds where JSON ends that comes in pieces, by its braces and brackets outside of strings."""
+
+    depth: int = 0
+    """How many are open."""
+    is_string: bool = False
+    is_escaped: bool = False
+
+    def end(self, text: str) -> int:
+        """Read on; return the place behind the character that closes the last one, -1 if none does."""
+        for place, char in enumerate(text, 1):
+            if self.is_string:
+                self.is_string = self.is_escaped or char != '"'
+                self.is_escaped = char == "\\" and not self.is_escaped
+            elif char == '"':
+                self.is_string = True
+            else:
+                self.depth += (char in "{[") - (char in "}]")
+            if self.depth == 0:
+                return place
+        return -1
+
+
 class ToolReader:
     """Divides one answer into text and calls."""
 
@@ -63,8 +87,7 @@ class ToolReader:
         """What was taken off before a call; it is text if none comes."""
         self._left = ""
         """Text that is not interpreted yet."""
-        self._depth = 0
-        self._is_string = self._is_escaped = False
+        self._braces = _Braces()
         self._state: Callable[[bool], bool] = self._say if form.tag else self._begin
         self._read = Read()
 
@@ -129,7 +152,7 @@ class ToolReader:
         if match is not None and self._is_known(name):
             self._open(name)
             self._left = self._left[match.end() :]
-            self._depth, self._is_string, self._is_escaped = 0, False, False
+            self._braces = _Braces()
             self._state = self._arguments
             return True
         close = self._form.close
@@ -166,24 +189,13 @@ class ToolReader:
 
     def _arguments(self, is_last: bool) -> bool:
         """Read the arguments, up to the brace that ends them."""
-        for place, char in enumerate(self._left):
-            if self._is_string:
-                self._is_string = self._is_escaped or char != '"'
-                self._is_escaped = char == "\\" and not self._is_escaped
-            elif char == '"':
-                self._is_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-            if self._depth == 0:
-                self._argue(self._left[: place + 1])
-                self._left = self._left[place + 1 :]
-                self._state = self._drop if self._only_one else self._tail
-                return True
-        self._argue(self._left)
-        self._left = ""
-        return False
+        end = self._braces.end(self._left)
+        if end >= 0:
+            self._state = self._drop if self._only_one else self._tail
+        stop = len(self._left) if end < 0 else end
+        self._argue(self._left[:stop])
+        self._left = self._left[stop:]
+        return end >= 0
 
     def _tail(self, is_last: bool) -> bool:
         """Read the rest of a call after its arguments: other keys, its brace, and what closes it.
@@ -259,17 +271,4 @@ def _end_of_call(text: str) -> int:
     start = text.lstrip()
     if not start:
         return -1
-    if start[0] not in ",}":
-        return 0
-    depth, is_string, is_escaped = 1, False, False
-    for place, char in enumerate(text, 1):
-        if is_string:
-            is_string = is_escaped or char != '"'
-            is_escaped = char == "\\" and not is_escaped
-        elif char == '"':
-            is_string = True
-        else:
-            depth += (char in "{[") - (char in "}]")
-        if depth == 0:
-            return place
-    return -1
+    return _Braces(1).end(text) if start[0] in ",}" else 0

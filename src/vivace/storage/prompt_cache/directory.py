@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError
-from vivace.files import lock, replacing
+from vivace.files import HAS_LOCKS, lock, replacing
 from vivace.storage.prompt_cache.block_file import BlockHeader, encoded, read_block, read_header, write_block
 from vivace.units import format_bytes
 
@@ -235,11 +235,13 @@ class BlockDirectory:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the lock of the folder, and remove what is there under temporary names: nobody writes it."""
+        """Hold the lock of the folder, and remove what is there under temporary names: nobody writes it then. Without
+        locks somebody may, and one process at a time has to.
+        """
         handle = os.open(self.path / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         try:
             lock(handle, wait=True)
-            for entry in os.scandir(self.path):
+            for entry in os.scandir(self.path) if HAS_LOCKS else ():
                 if _PARTIAL.fullmatch(entry.name):
                     Path(entry.path).unlink(missing_ok=True)
             yield
