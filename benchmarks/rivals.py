@@ -313,10 +313,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--answers", type=Path, help="own: the file of a model's own answers that all learn from")
+    parser.add_argument("--device", default="auto", help="own: where to train")
+    parser.add_argument("--change", action="append", default=[], help="own: KEY=VALUE or SYSTEM:KEY=VALUE, repeatable")
     parser.add_argument("--tuning", type=Path, help="chat: prompts to choose plans with")
     given = parser.parse_args()
     if given.what == "own":
-        rivals_own.train_equally(given.model, given.answers, given.runs, given.minutes, given.kinds or ())
+        learning = (given.minutes, given.kinds or (), given.device, given.change)
+        rivals_own.train_equally(given.model, given.answers, given.runs, *learning)
         return
     if given.what == "chat":
         given.temperatures, given.batch = [0.0], 1

@@ -102,13 +102,30 @@ def method_of(system: str) -> str:
     return system.partition("-")[0]
 
 
-def train_equally(model: str, answers: Path, runs: Path, minutes: float, systems: Sequence[str]) -> None:
-    """Train systems in turn as ``RUNS/<system>``, each for so many minutes of processor time; those with weights stay.
+def train_equally(
+    model: str,
+    answers: Path,
+    runs: Path,
+    minutes: float,
+    systems: Sequence[str],
+    device: str = "auto",
+    changes: Sequence[str] = (),
+) -> None:
+    """Train systems in turn as ``RUNS/<system>``, each for so many minutes of work; those with weights stay.
 
     The model's pass over a batch is made once for all of them, and counts for each.
+
+    Args:
+        model: folder of the model.
+        answers: its own answers, which all learn from.
+        runs: where the weights go.
+        minutes: of a processor, or of a GPU, for each.
+        systems: which to train; empty trains all.
+        device: where.
+        changes: to the recipes, ``KEY=VALUE`` for all or ``SYSTEM:KEY=VALUE`` for one.
     """
-    engine = vivace.load(model, kernels="torch")
-    drafters = {runs / system: (method_of(system), _changes(system, minutes)) for system in systems or SYSTEMS}
+    engine = vivace.load(model, kernels="torch", device=device)
+    drafters = {runs / one: (method_of(one), _changes(one, minutes, changes)) for one in systems or SYSTEMS}
     for out in learn_in_turn(engine, answers, drafters):
         progress = read_state(out / "run" / "state.pt")["progress"]
         facts = {"steps": progress["step"], "minutes": progress["elapsed_s"] / 60, "tokens": progress["num_tokens"]}
@@ -117,10 +134,12 @@ def train_equally(model: str, answers: Path, runs: Path, minutes: float, systems
         (runs / EXITS).write_text(json.dumps(exits(model, answers)) + "\n", encoding="utf-8")
 
 
-def _changes(system: str, minutes: float) -> list[str]:
+def _changes(system: str, minutes: float, further: Sequence[str] = ()) -> list[str]:
     """Return the changes to its recipe with which a system learns from answers that are given."""
     size = () if system == "draft" else (f"plan.vocabulary={VOCABULARY}",)
-    return [*SHARED, f"loop.minutes={minutes}", *SYSTEMS[system], *size]
+    named = [change.rpartition(":") for change in further]
+    asked = [change for of, _, change in named if of in ("", system)]
+    return [*SHARED, f"loop.minutes={minutes}", *SYSTEMS[system], *size, *asked]
 
 
 @torch.no_grad()

@@ -88,6 +88,12 @@ def test_a_series_learns_from_one_file_and_is_measured(tmp_path: Path, monkeypat
     assert "| `multistream-every` |" in rivals_own.tables(tmp_path)
 
 
+def test_changes_are_for_all_systems_or_for_one_and_stand_behind_their_own() -> None:
+    asked = ("longest=512", "multirate:adapter.rank=64", "eagle:adapter.ffn_width=96")
+    assert rivals_own._changes("multirate", 2, asked)[-2:] == ["longest=512", "adapter.rank=64"]
+    assert rivals_own._changes("medusa", 2, asked)[-2:] == ["plan.vocabulary=8192", "longest=512"]
+
+
 QUANTIZED = ("own_tokens=600", "calibration_tokens=256", "held_back=4", "longest=64", "plan.vocabulary=200")
 
 

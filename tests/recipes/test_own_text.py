@@ -6,8 +6,10 @@ import json
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import vivace
 from tests.recipes.test_trainer import RECIPE, WORDS
@@ -35,7 +37,7 @@ def _without_template(folder: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SLOTS", 8)
+    monkeypatch.setattr(module, "PACE", module.Pace(8))
 
 
 def rows(path: Path) -> list[dict[str, object]]:
@@ -73,6 +75,30 @@ def test_answers_are_the_models_own_to_prompts_that_are_new(engine: Engine, tmp_
     number, request = module._Drawing(engine, int(str(drawn[0]["draw"])), [], 64).request()
     assert request.sampling == Sampling(do_sample=True)
     assert request.seed == number == drawn[0]["draw"]
+
+
+def test_texts_that_begin_in_groups_are_the_same_and_read_their_prompts_together(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, begun, fill = [f"word {number} aka" for number in range(40)], list[int](), module._Writing._fill
+
+    def counted(self: Any) -> bool:
+        before = self._session.num_waiting
+        result = fill(self)
+        begun.append(self._session.num_waiting - before)
+        return result
+
+    monkeypatch.setattr(module._Writing, "_fill", counted)
+    found: dict[int, dict[Any, str]] = {}
+    for group in (1, 4):
+        monkeypatch.setattr(module, "PACE", module.Pace(8, group))
+        begun.clear()
+        found[group] = dict(own_text(engine, tmp_path / f"{group}.jsonl", Budget(900), 64, asked, lambda _: None))
+        assert min(number for number in begun if number) >= group
+    both = found[1].keys() & found[4].keys()
+    assert len(both) > 8
+    assert all(found[1][prompt] == found[4][prompt] for prompt in both)
+    assert module.pace_on(torch.device("cuda")).group > 1
 
 
 def test_a_killed_run_goes_on_behind_its_last_answer(engine: Engine, tmp_path: Path) -> None:

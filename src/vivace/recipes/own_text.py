@@ -24,6 +24,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.core.sampling import Sampling
@@ -42,8 +44,6 @@ OWN_TOKENS = 2_000_000
 """Number of tokens of text that a training without data makes."""
 WRITING = 0.4
 """Share of the minutes of a whole training after which no more text is made."""
-SLOTS = 64
-"""Number of texts that are drawn or answered at once."""
 LONGEST_PROMPT = 64
 """Number of tokens at which a drawn user's turn is cut: half of a small model's turns are longer, and a sampled token
 costs as much time as one of an answer."""
@@ -58,6 +58,29 @@ SHARED_BYTES = 128 << 20
 NOTE_S = 20.0
 """Seconds between lines of progress."""
 _PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How many texts are written together."""
+
+    slots: int
+    """Number of texts that are drawn or answered at once."""
+    group: int = 1
+    """Number of slots that are free before any is given to another text."""
+    prompt_rows: int = 1024
+    """Largest number of prompt tokens in one pass."""
+
+
+PACE = Pace(64)
+GPU_PACE = Pace(256, 16, 4096)
+"""A step of few rows leaves a GPU waiting. A pass over prompts is launched kernel by kernel there and takes as long as
+several recorded steps of all texts, so that many prompts share it."""
+
+
+def pace_on(device: torch.device) -> Pace:
+    """Return how many texts are written together on a device."""
+    return GPU_PACE if device.type == "cuda" else PACE
 
 
 @dataclass(frozen=True)
@@ -203,6 +226,7 @@ class _Drawing:
 
     def __init__(self, engine: Engine, first: int, known: Sequence[str], longest: int) -> None:
         """Go on with draw number ``first``, after the prompts ``known``; a text has ``longest`` tokens at most."""
+        self._most_fruitless = FRUITLESS * pace_on(engine.model.device).slots
         self._engine, self._turn = engine, UserTurn.of(engine.tokenizer)
         most = LONGEST_PROMPT if self._turn.is_chat else BASE_PROMPT
         self._limit = max(1, min(most, longest - 2 * len(self._turn.opening) - LEAST_ANSWER))
@@ -214,7 +238,7 @@ class _Drawing:
     @property
     def is_over(self) -> bool:
         """Return whether drawing on promises nothing new."""
-        return self._fruitless >= FRUITLESS * SLOTS
+        return self._fruitless >= self._most_fruitless
 
     def request(self) -> tuple[int, Request]:
         """Return the number of the next draw, and the request that makes it."""
@@ -331,7 +355,14 @@ class _Writing:
         self._queue: deque[tuple[int | None, str]] = deque((None, question) for question in asked)
         first = max((row["draw"] for row in answers.rows if row["draw"] is not None), default=-1) + 1
         self._drawing = _Drawing(engine, first, [*done, *asked], longest)
-        self._session = Session(engine.model, num_slots=SLOTS, capacity=longest, memory=engine.memory)
+        self._pace = pace_on(engine.model.device)
+        self._session = Session(
+            engine.model,
+            num_slots=self._pace.slots,
+            capacity=longest,
+            prefill_budget=self._pace.prompt_rows,
+            memory=engine.memory,
+        )
         self._running: dict[int, _Underway] = {}
         self._made = self._before = answers.num_tokens
         self._began = self._told = time.monotonic()
@@ -354,7 +385,7 @@ class _Writing:
                     elif (prompt := self._drawing.found(text.tokens)) is not None:
                         self._queue.append((text.draw, prompt))
                 self._tell()
-            if len(self._answers.rows) < SLOTS:
+            if len(self._answers.rows) < self._pace.slots:
                 self._cut()
         finally:
             self._session.close()
@@ -374,8 +405,12 @@ class _Writing:
                 self._keep(text.prompt, text)
 
     def _fill(self) -> bool:
-        """Give free slots to prompts, and to draws where none wait; return whether any text is being written."""
-        while len(self._running) < SLOTS:
+        """Give free slots to prompts, and to draws where none wait, as soon as a group of them is free; return whether
+        any text is being written.
+        """
+        if self._running and self._pace.slots - len(self._running) < self._pace.group:
+            return True
+        while len(self._running) < self._pace.slots:
             if self._queue:
                 number, question = self._queue.popleft()
                 prompt = next_question(question, self._done)

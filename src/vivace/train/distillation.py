@@ -15,7 +15,6 @@ in the copies; a last part passes the collected gradient on to the layers below.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from vivace.core.draft_head import NOT_AMONG, DraftHead
 from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.errors import ConfigError
+from vivace.train.clock import work_seconds
 from vivace.train.data import TokenBatch
 from vivace.train.memory import LOGITS_AT_ONCE
 from vivace.train.objective import LossPart, LossParts
@@ -119,7 +119,7 @@ class SharedPasses:
 
     def __init__(self) -> None:
         self.saved_s = 0.0
-        """Seconds of processor time that passes took whose results were taken again, counted each time."""
+        """Seconds of work (``work_seconds``) of passes whose results were taken again, counted each time."""
         self._depths: set[int] = set()
         self._last: tuple[Decoder, Tensor, FrozenPass, float] | None = None
         self._entered: Token[SharedPasses | None] | None = None
@@ -142,9 +142,9 @@ class SharedPasses:
                 return frozen
         self._depths.update(depths)
         self._last = None  # before the next pass needs its memory
-        began = time.process_time()
+        began = work_seconds(tokens.device)
         frozen = FrozenPass._made(model, tokens, self._depths, (), None)
-        self._last = (model, tokens, frozen, time.process_time() - began)
+        self._last = (model, tokens, frozen, work_seconds(tokens.device) - began)
         return frozen
 
 

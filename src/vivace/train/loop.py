@@ -23,6 +23,7 @@ from vivace.errors import ConfigError, UsageError
 from vivace.kernels.heap import return_large_blocks
 from vivace.kernels.reference import any_order
 from vivace.train.batches import BatchSource, Countable, DataSplit
+from vivace.train.clock import work_seconds
 from vivace.train.config import TrainConfig
 from vivace.train.objective import Objective
 from vivace.train.optim import Optimiser
@@ -90,12 +91,12 @@ def fit_in_turn(trainings: Sequence[Training[M, B]], saved_s: Callable[[], float
     """Train several objectives in turn, a step of each after another, so that they may share what they compute alike.
 
     Each has its own optimiser, budget, snapshots and result, and makes the steps that ``fit`` would make. Minutes of a
-    budget are the processor time of its own steps, with that of what another had computed for it: what it would have
-    needed alone. Snapshots of all are written together, so that a run that was killed goes on in step.
+    budget are the time of its own steps (``work_seconds``), with that of what another had computed for it: what it
+    would have needed alone. Snapshots of all are written together, so that a run that was killed goes on in step.
 
     Args:
         trainings: what to train; ``clock`` of budgets in minutes is "processor".
-        saved_s: returns the seconds of processor time, up to now, of results that were not computed again.
+        saved_s: returns the seconds of work, up to now, of results that were not computed again.
 
     Raises:
         ConfigError: a clock is the wall's, and as ``fit``.
@@ -106,16 +107,14 @@ def fit_in_turn(trainings: Sequence[Training[M, B]], saved_s: Callable[[], float
     loops = [training.config.loop for training in trainings]
     if any(loop.minutes is not None and loop.clock != "processor" for loop in loops):
         raise ConfigError("trainings in turn count minutes of a processor: set loop.clock=processor")
-    runs, clocks = [], [_OwnTime(saved_s) for _ in trainings]
-    for one, clock in zip(trainings, clocks, strict=True):
-        run = _Run(one, clock)
+    runs = [_Run(one, saved_s) for one in trainings]
+    for run in runs:
         run.resume()
-        runs.append(run)
     every_s, saved = min(loop.snapshot_s for loop in loops), time.monotonic()
     while any(run.spent() < 1.0 for run in runs):
-        for run, clock in zip(runs, clocks, strict=True):
+        for run in runs:
             if run.spent() < 1.0:
-                with clock:
+                with run.own_time:
                     run.step(may_save=False)
         if time.monotonic() - saved >= every_s:
             for run in runs:
@@ -129,21 +128,23 @@ def fit_in_turn(trainings: Sequence[Training[M, B]], saved_s: Callable[[], float
 class _OwnTime:
     """A clock that runs during the steps of one training, and counts what was computed for it before."""
 
-    def __init__(self, saved_s: Callable[[], float]) -> None:
-        self._saved_s = saved_s
+    def __init__(self, saved_s: Callable[[], float], device: torch.device) -> None:
+        self._saved_s, self._device = saved_s, device
         self._before = 0.0
         self._since: float | None = None
 
     def __enter__(self) -> None:
-        self._since = time.process_time() + self._saved_s()
+        self._since = self._all()
 
     def __exit__(self, *error: object) -> None:
         self._before, self._since = self(), None
 
     def __call__(self) -> float:
         """Return the seconds so far."""
-        running = 0.0 if self._since is None else time.process_time() + self._saved_s() - self._since
-        return self._before + running
+        return self._before + (0.0 if self._since is None else self._all() - self._since)
+
+    def _all(self) -> float:
+        return work_seconds(self._device) + self._saved_s()
 
 
 def step_seconds(model: M, objective: Objective[M, B], batches: BatchSource[B], config: TrainConfig) -> float:
@@ -176,8 +177,8 @@ def step_seconds(model: M, objective: Objective[M, B], batches: BatchSource[B], 
 class _Run(Generic[M, B]):
     """The state of a training."""
 
-    def __init__(self, training: Training[M, B], clock: Callable[[], float] | None = None) -> None:
-        """Begin a run; ``clock`` counts its minutes, None is the one that the budget names."""
+    def __init__(self, training: Training[M, B], saved_s: Callable[[], float] | None = None) -> None:
+        """Begin a run; its minutes are those of its own steps with ``saved_s`` (``fit_in_turn``), None counts all."""
         self.model = training.model
         self.objective = training.objective
         self.data = training.data
@@ -189,8 +190,9 @@ class _Run(Generic[M, B]):
         self.batches = self.data.train.start_at(self.progress.place)
         self.held_back: dict[str, float] = {}
         self.window = _Window()
+        self.own_time = _OwnTime(saved_s or (lambda: 0.0), self.optimiser.params[0].device)
         named = time.process_time if self.config.loop.clock == "processor" else time.monotonic
-        self._now: Callable[[], float] = clock or named
+        self._now: Callable[[], float] = named if saved_s is None else self.own_time
         self.began, self.saved = self._now(), time.monotonic()
 
     def resume(self) -> None:
