@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from vivace.core.cpu.backend import pack_decoder
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
 from vivace.core.seams import Decided, Drafter
-from vivace.decode.multi_step import MAX_TOKENS, MultiStepPlain
+from vivace.decode.multi_step import MAX_TOKENS, MultiStepPlain, StepBudget
 from vivace.decode.plain import NoDrafts
 from vivace.decode.request import Request, StopRule
 from vivace.decode.session import Session
@@ -192,6 +193,27 @@ def test_blocks_are_short(body: NativeBody, pass_s: float, most: int) -> None:
     drafter = Noting(MultiStepPlain(model, clock=clock))
     finish(Session(model, num_slots=1, capacity=64), [Request(PROMPTS[0], 30, drafter)])
     assert max(given[0] for given in drafter.rows) == most
+
+
+@pytest.mark.parametrize(("slots", "most"), [(1, 1), (256, 2)])
+def test_many_sequences_get_calls_as_long_as_it_takes_to_handle_them(slots: int, most: int) -> None:
+    """Passes of .03 s: a call of one text ends after .05 s, one of 224 texts after .067 s; they count as 256."""
+    clock, budget = Steady(), StepBudget(lambda: clock.now)
+
+    def context(count: int) -> Any:
+        tokens = {slot: [1, 2] for slot in range(count)}
+        return SimpleNamespace(steps_per_call=None, slots=tuple(tokens), tokens=tokens, cache=NEW_TEXTS)
+
+    def decide() -> Any:
+        clock.now += 0.03
+        return SimpleNamespace(steps=[[None]])
+
+    assert budget.count(context(slots)) == 1
+    budget.timed(context(slots), decide)
+    assert budget.count(context(max(1, slots * 7 // 8))) == most
+
+
+NEW_TEXTS = SimpleNamespace(prompts=dict.fromkeys(range(256), 1))
 
 
 def test_auto_weighs_drafts_against_plain_decoding_at_its_best(model: Decoder) -> None:

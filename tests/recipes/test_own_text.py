@@ -19,6 +19,7 @@ from vivace.engine import Engine
 from vivace.errors import ConfigError, CorruptError, MismatchError, UnsupportedError
 from vivace.recipes import own_text as module
 from vivace.recipes.own_text import Budget, UserTurn, own_text, with_text, within
+from vivace.recipes.repetition import Repetition
 from vivace.recipes.trainer import train_beside
 from vivace.train.data import Rows
 from vivace.train.report import Lines
@@ -99,6 +100,21 @@ def test_texts_that_begin_in_groups_are_the_same_and_read_their_prompts_together
     assert len(both) > 8
     assert all(found[1][prompt] == found[4][prompt] for prompt in both)
     assert module.pace_on(torch.device("cuda")).group > 1
+
+
+def test_an_answer_that_repeats_itself_ends_there(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random model repeats nothing, so that twenty different beginnings of tokens count as a repetition here."""
+    monkeypatch.setattr(Repetition, "is_found", property(lambda self: len(self._next) >= 20))
+    path, asked = tmp_path / "own.jsonl", [f"word {number}" for number in range(12)]
+    own_text(engine, path, Budget(200), 120, asked, lambda _: None)
+    cut = [row for row in rows(path) if not row["ended"]]
+    assert len(cut) > 5
+    for row in cut:
+        whole = engine.generate(str(row["prompt"]), method="plain", do_sample=False, max_new_tokens=100)[0]
+        assert 20 <= int(str(row["tokens"])) < 30
+        assert engine.tokenizer.decode(whole.token_ids[: int(str(row["tokens"]))]) == row["reference"]
 
 
 def test_a_killed_run_goes_on_behind_its_last_answer(engine: Engine, tmp_path: Path) -> None:

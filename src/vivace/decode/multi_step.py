@@ -21,6 +21,9 @@ from vivace.decode.plain import NoDrafts
 
 BLOCK_S = 0.05
 """Longest time, in seconds, that the steps of one call may take, so that text still appears evenly."""
+RETURNING_S = 0.0003
+"""Seconds that it takes a session to handle one sequence between two calls; with hundreds of them that is longer than
+their passes on a GPU, so that a call may take as long."""
 MAX_TOKENS = 8
 """Largest number of tokens of one call: those after a stop string are thrown away."""
 FORGET = 1.02
@@ -79,17 +82,19 @@ class StepBudget:
         """Measure passes with ``clock``, in seconds."""
         self._clock = clock
         self._pass_s: dict[int, float] = {}
-        """By number of sequences: the shortest time of a pass seen, which slowly grows (``FORGET``)."""
+        """By number of sequences, rounded up to powers of two: the shortest time of a pass, which slowly grows
+        (``FORGET``)."""
 
     def count(self, context: Context, tokens: float = 1) -> int:
         """Return how many steps to make in one call if each yields ``tokens`` tokens."""
         if context.steps_per_call is not None:
             return context.steps_per_call
-        pass_s = self._pass_s.get(len(context.slots))
+        pass_s = self._pass_s.get(_alike(context))
         is_first = any(len(context.tokens[slot]) == context.cache.prompts[slot] for slot in context.slots)
         if pass_s is None or is_first:
             return 1
-        return max(1, int(min(MAX_TOKENS / tokens, BLOCK_S / max(pass_s, 1e-9))))
+        longest = max(BLOCK_S, RETURNING_S * len(context.slots))
+        return max(1, int(min(MAX_TOKENS / tokens, longest / max(pass_s, 1e-9))))
 
     def drafts(self, context: Context, slot: int, longest: int, plan: ChainPlan) -> tuple[int, ChainPlan] | None:
         """Return how many guesses a draft of one sequence may have, and ``plan`` for one call that drafts and verifies.
@@ -107,9 +112,14 @@ class StepBudget:
         started = self._clock()
         decided = decide()
         pass_s = (self._clock() - started) / max(map(len, decided.steps))
-        seen = self._pass_s.get(len(context.slots), pass_s)
-        self._pass_s[len(context.slots)] = min(pass_s, FORGET * seen)
+        seen = self._pass_s.get(_alike(context), pass_s)
+        self._pass_s[_alike(context)] = min(pass_s, FORGET * seen)
         return decided
+
+
+def _alike(context: Context) -> int:
+    """Return what calls have in common whose numbers of sequences are rounded up to the same power of two."""
+    return (len(context.slots) - 1).bit_length()
 
 
 class MultiStepPlain(NoDrafts):

@@ -10,7 +10,8 @@ after another, each behind the model's own answers to those before it.
 Prompts are drawn and answered as one stream: a sequence that ends makes room for the next at once, an answer if a
 prompt waits and a draw if none does, so that every pass of the model carries the same number of rows. What texts have
 in common at their beginning, the template's opening and a prompt that was drawn, is read once. Every answer is a line
-of a file that a killed run continues and that can be given to other trainings (``--answers``).
+of a file that a killed run continues and that can be given to other trainings (``--answers``). An answer that begins
+to repeat itself ends there (``repetition.py``).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from vivace.engine import Engine, Options
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.recipes.answers import MODEL_DIGITS, pair_of
 from vivace.recipes.regenerate import complete_lines
+from vivace.recipes.repetition import Repetition
 from vivace.train.data import asked as as_asked
 from vivace.train.data import next_question, written
 from vivace.train.variation import Pair
@@ -70,12 +72,15 @@ class Pace:
     """Number of slots that are free before any is given to another text."""
     prompt_rows: int = 1024
     """Largest number of prompt tokens in one pass."""
+    steps: int | None = None
+    """Steps that a call makes before it returns to Python; None as many as show a text evenly, which nobody reads."""
 
 
 PACE = Pace(64)
-GPU_PACE = Pace(256, 16, 4096)
+GPU_PACE = Pace(256, 16, 4096, 8)
 """A step of few rows leaves a GPU waiting. A pass over prompts is launched kernel by kernel there and takes as long as
-several recorded steps of all texts, so that many prompts share it."""
+several recorded steps of all texts, so that many prompts share it. To return to Python with so many texts takes as long
+as ten steps."""
 
 
 def pace_on(device: torch.device) -> Pace:
@@ -287,8 +292,14 @@ class _Underway:
     question: str | None = None
     """What it is asked for: the prompt, or the conversation that it is a turn of."""
     tokens: list[int] = field(default_factory=list)
+    repetition: Repetition = field(default_factory=Repetition)
     ended: bool = False
     """Whether the model has ended it."""
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add tokens that the model has written."""
+        self.tokens.extend(tokens)
+        self.repetition.read(tokens)
 
 
 def own_text(
@@ -361,6 +372,7 @@ class _Writing:
             num_slots=self._pace.slots,
             capacity=longest,
             prefill_budget=self._pace.prompt_rows,
+            steps_per_call=self._pace.steps,
             memory=engine.memory,
         )
         self._running: dict[int, _Underway] = {}
@@ -439,10 +451,14 @@ class _Writing:
         for emitted in self._session.step():
             if emitted.error is not None:
                 raise emitted.error
-            self._running[emitted.request_id].tokens.extend(emitted.tokens)
+            self._running[emitted.request_id].add(emitted.tokens)
             if emitted.finish_reason is not None:
                 self._running[emitted.request_id].ended = emitted.finish_reason == "stop"
                 yield self._running.pop(emitted.request_id)
+        for number, text in list(self._running.items()):
+            if text.prompt is not None and text.repetition.is_found:
+                self._session.cancel(number)
+                yield self._running.pop(number)
 
     def _tell(self) -> None:
         now = time.monotonic()
