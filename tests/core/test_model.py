@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.core.decoders import build, tokens
 from tests.core.entries import all_entries
+from vivace.core.attention import Attention
 from vivace.core.cache import KVCache
 from vivace.core.low_rank import LowRankDeltas
 from vivace.core.model import Decoder
 from vivace.core.seams import Draft
 from vivace.core.step import Step
+from vivace.kernels import fused, reference
 
 PROMPTS = {0: tokens(21, 1), 2: tokens(5, 2), 1: tokens(70, 3)}
 
@@ -152,3 +155,29 @@ def test_readers_leave_the_writing_rows_alone(decoder: Decoder) -> None:
         for mine, theirs in zip(all_entries(cache, layer), all_entries(other, layer), strict=True):
             assert torch.equal(mine, theirs)
     torch.testing.assert_close(both[6:], bare[[1, 3, 5]], atol=0, rtol=0)
+
+
+def test_prompts_in_one_launch_for_all_slots_read_what_they_read_slot_by_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a kernel attends to entries wherever they lie; in two parts, behind what was read before."""
+    decoder, launched = build("windows"), list[int]()
+
+    def attend(q: Tensor, keys: Tensor, values: Tensor, address: Tensor, visible: Tensor, scale: float) -> Tensor:
+        launched.append(len(q))
+        k, v = (stored[:, address].transpose(0, 1) for stored in (keys, values))
+        return reference.attend_rows(q, k, v, visible, scale=scale)
+
+    def read() -> list[Tensor]:
+        cache, found = decoder.new_cache(4, 128), list[Tensor]()
+        for part in ({0: tokens(21, 1), 2: tokens(5, 2)}, {0: tokens(9, 4), 1: tokens(70, 3), 2: tokens(40, 5)}):
+            draft = Draft.committed_only(part)
+            step = Step.of(draft, cache, chunk=True)
+            found.append(decoder.run(decoder.embed(draft.tokens, step), step))
+            cache.commit(draft.slots, [range(count) for count in draft.committed])
+        return found
+
+    wanted = read()
+    monkeypatch.setattr(Attention, "_is_fused", lambda *_: True)
+    monkeypatch.setattr(fused, "attend", attend)
+    for ours, theirs in zip(read(), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert launched == [26] * 3 + [119] * 3

@@ -65,6 +65,23 @@ def test_a_row_has_the_same_bits_however_many_entries_are_read(dtype: torch.dtyp
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("shared", [True, False])
+def test_more_rows_than_fit_take_several_launches(
+    shared: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    keys, values = (torch.randn(3, 1024, 64, device="cuda").to(dtype) for _ in range(2))
+    q = torch.randn(11, 9, 64, device="cuda").to(dtype)
+    address = torch.stack([torch.randperm(1024)[:128] for _ in range(1 if shared else 11)]).to("cuda")
+    visible = torch.zeros(11, 128, dtype=dtype, device="cuda")
+    visible.masked_fill_(torch.arange(128, device="cuda") > 10 * torch.arange(11, device="cuda")[:, None], -torch.inf)
+    whole = fused.attend(q, keys, values, address, visible, 0.125)
+    monkeypatch.setattr(fused, "SUMS_AT_ONCE", 4 * 9 * 64 * 2)
+    assert fused.rows_at_once(q, 128) == 4
+    assert torch.equal(fused.attend(q, keys, values, address, visible, 0.125), whole)
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize(("width", "rotated"), [(64, 64), (80, 32), (128, 128)])
 def test_rotation(width: int, rotated: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)

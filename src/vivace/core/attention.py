@@ -2,11 +2,12 @@
 
 * dense: a whole batch over its own rows (training, scoring);
 * whole: texts of different lengths that are read to their ends (encoders);
-* chunk: neighbouring prompt positions of a slot (prefill);
-* rows: everything else, each row by itself, so that its bits depend only on the row and the entries it reads.
+* chunk: neighbouring prompt positions of a slot (prefill), slot by slot;
+* rows: everything else, each row by itself, so that its bits depend only on the row and the entries it reads. On a GPU
+  also prompts: one launch for all slots, where slot by slot takes dozens in every layer.
 
-The path is a property of the call and never depends on its size, so a request gets the same numbers whatever else is
-running.
+The path is a property of the call and the device and never depends on the call's size, so a request gets the same
+numbers whatever else is running.
 """
 
 from __future__ import annotations
@@ -41,9 +42,14 @@ class Attention:
         if isinstance(step.memory, WholeTexts):
             return self._whole(q, step.memory)
         assert isinstance(step.memory, KVCache), "rows and chunks read a cache"
-        if step.chunk is not None:
+        if step.chunk is not None and not self._is_fused(q, step.memory):
             return self._chunks(q, step.memory, step)
         return self._rows(q, step.memory, step)
+
+    def _is_fused(self, q: Tensor, cache: KVCache) -> bool:
+        """Return whether one kernel attends to entries wherever they lie."""
+        is_plain = self.softcap is None and self.relative is None
+        return is_plain and fused.can_run(q) and not cache.is_int8(self.layer)
 
     def _dense(self, q: Tensor, step: Step) -> Tensor:
         assert step.grid is not None
@@ -88,7 +94,7 @@ class Attention:
     def _rows(self, q: Tensor, cache: KVCache, step: Step) -> Tensor:
         if step.index is not None:
             return self._indexed(q, step)
-        if fused.can_run(q) and self.softcap is None and self.relative is None and not cache.is_int8(self.layer):
+        if self._is_fused(q, cache):
             address = step.read(cache.store.place_of_layer[self.layer][0])
             return fused.attend(q, *cache.stored(self.layer), address, step.visible(self.window, q.dtype), self.scale)
         if step.single_slot is not None and step.order is None:

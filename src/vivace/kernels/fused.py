@@ -15,6 +15,7 @@ import shutil
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
+from itertools import repeat
 from types import ModuleType
 
 import torch
@@ -25,6 +26,8 @@ BLOCK = 64
 that a longer neighbour changes no sum."""
 JOINED = 16
 """Parts that are joined together; further ones follow in their order."""
+SUMS_AT_ONCE = 2**24
+"""Numbers that the parts of an attention leave to be joined, 64 MiB; more rows take several launches."""
 WIDEST = 256
 """Widest head: keys and values of a block must fit into a multiprocessor's memory."""
 
@@ -118,6 +121,11 @@ def store(keys: Tensor, values: Tensor, address: Tensor, into_keys: Tensor, into
         )
 
 
+def rows_at_once(q: Tensor, entries: int) -> int:
+    """Return how many rows of queries (T, H, D) may attend to so many entries in one launch."""
+    return max(1, SUMS_AT_ONCE // (q.shape[1] * q.shape[2] * max(1, entries // BLOCK)))
+
+
 def attend(q: Tensor, keys: Tensor, values: Tensor, address: Tensor, visible: Tensor, scale: float) -> Tensor:
     """Return the attention of single rows to stored entries.
 
@@ -132,6 +140,10 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, address: Tensor, visible: Te
     Returns:
         (T, H, D).
     """
+    most = rows_at_once(q, address.shape[1])
+    if len(q) > most:
+        split = zip(*(part.split(most) if len(part) > 1 else repeat(part) for part in (q, address, visible)))  # noqa: B905
+        return torch.cat([attend(some, keys, values, at, seen, scale) for some, at, seen in split])
     rows, heads, width = q.shape
     kv_heads, parts = keys.shape[0], address.shape[1] // BLOCK
     group = heads // kv_heads
