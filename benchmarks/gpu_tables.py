@@ -41,9 +41,14 @@ def tables(folder: Path) -> str:
 
 
 def trainings(folder: Path) -> str:
-    """Return a sentence and a table for each training: agreement on held-back rows as tokens were learnt from."""
+    """Return a sentence and a table for each training, or for each series of trainings in turn: agreement on held-back
+    rows as tokens were learnt from.
+    """
     parts = []
     for stem, written in read_named(folder):
+        if "systems" in written:
+            parts += _series(stem, written)
+            continue
         rate = statistics.median(step["tokens_per_s"] for step in written["steps"])
         answers, last = written["answers"], written["held_back"][-1]
         parts.append(
@@ -57,6 +62,32 @@ def trainings(folder: Path) -> str:
         rows = [(f"{held['step']:,}", f"{held['agreement']:.2f}", f"{held['kl']:.2f}") for held in written["held_back"]]
         parts.append(table(("step", "guesses that agree, held-back rows", "KL divergence"), rows))
     return "\n\n".join(parts) or NO_RUN
+
+
+def _series(stem: str, written: Mapping[str, Any]) -> list[str]:
+    """Return a sentence and a table for systems that were trained in turn for as many seconds each."""
+    answers, systems = written["answers"], written["systems"]
+    minutes = max(system["minutes"] for system in systems.values())
+    caption = (
+        f"**{written['model']}** on one {written['provenance']['device']} (`{stem}.json`): {len(systems)} drafters "
+        f"trained in turn by `benchmarks.rivals own` for {minutes * 60:.0f} s of the GPU each, with "
+        f"`{' '.join(f'{name}={value}' for name, value in written['values'].items())}`, on {answers['tokens']:,} tokens "
+        f"of its own answers to {answers['prompts']:,} prompts of use, written in {answers['seconds']:.0f} s. "
+        f"{_machine(written['provenance'])}."
+    )
+    rows = [
+        (f"`{name}`", f"{system['steps']:,}", f"{system['tokens']:,}", _guesses(system["held_back"][-1]))
+        for name, system in systems.items()
+    ]
+    return [caption, table(("system", "steps", "predicted tokens", "guesses that agree, held-back rows"), rows)]
+
+
+def _guesses(held_back: Mapping[str, float]) -> str:
+    """Return the agreement of a drafter's guesses, one of them or one for each head or stream."""
+    if "agreement" in held_back:
+        return f"{held_back['agreement']:.2f}"
+    several = [value for name, value in held_back.items() if name.startswith(("head", "stream"))]
+    return ", ".join(f"{value:.2f}" for value in several)
 
 
 def _machine(provenance: Mapping[str, Any]) -> str:

@@ -208,11 +208,20 @@ def _config(folder: Path) -> dict[str, Any]:
     return read
 
 
+def systems_in(runs: Path) -> list[str]:
+    """Return the systems with weights in a folder: those of ``SYSTEMS``, then others that are named after one of their
+    methods, such as ``multirate-gpu``.
+    """
+    found = sorted(path.parent.name for path in runs.glob(f"*/{FACTS}") if (path.parent / "config.json").is_file())
+    others = [name for name in found if name not in SYSTEMS and method_of(name) in SYSTEMS]
+    return [name for name in SYSTEMS if name in found] + others
+
+
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Tune every system that has weights in ``--runs`` and measure all of them by category."""
     runs: Path = given.runs
     origin = asdict(provenance(torch.device("cpu")))
-    there = [system for system in SYSTEMS if (runs / system / "config.json").is_file()]
+    there = systems_in(runs)
     rounded = {"quantized": runs / "quantized"} if (runs / "quantized" / "config.json").is_file() else {}
     base = vivace.load(given.model, adapters=rounded)
     engines = {

@@ -94,6 +94,15 @@ def test_changes_are_for_all_systems_or_for_one_and_stand_behind_their_own() -> 
     assert rivals_own._changes("medusa", 2, asked)[-2:] == ["plan.vocabulary=8192", "longest=512"]
 
 
+def test_weights_that_learnt_elsewhere_are_measured_under_their_own_names(tmp_path: Path) -> None:
+    for name in ("eagle", "multirate-gpu", "multirate", "quantized", "unfinished"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        if name not in ("quantized", "unfinished"):
+            (tmp_path / name / "training.json").write_text("{}")
+    assert rivals_own.systems_in(tmp_path) == ["multirate", "eagle", "multirate-gpu"]
+
+
 QUANTIZED = ("own_tokens=600", "calibration_tokens=256", "held_back=4", "longest=64", "plan.vocabulary=200")
 
 
