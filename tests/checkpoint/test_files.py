@@ -128,6 +128,39 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, error: BaseException) -
     assert list(tmp_path.iterdir()) == [target]
 
 
+def write_all(target: Path, *names: str) -> None:
+    with staged(target) as staging:
+        for name in names:
+            (staging / name).write_text("new")
+
+
+def test_a_folder_in_the_place_of_a_file_is_found_before_anything_is_moved(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    (target / "weights").mkdir(parents=True)
+    (target / "config.json").write_text("old")
+    with pytest.raises(CheckpointError, match=r"and is as it was: .*weights is a folder"):
+        write_all(target, "a", "config.json", "weights")
+    assert (target / "config.json").read_text() == "old"
+    assert not (target / "a").exists()
+
+
+def test_a_configuration_comes_last_and_a_target_that_is_in_part_new_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, moved = Path.replace, list[str]()
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == "weights":
+            raise OSError(errno.EIO, "Input/output error")
+        moved.append(self.name)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", failing)
+    with pytest.raises(CheckpointError, match="only in part: write it again"):
+        write_all(tmp_path / "target", "config.json", "a", "weights")
+    assert moved == ["a"]
+
+
 def test_a_read_only_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="could not be written"), staged(tmp_path / "file" / "target"):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.files import open_tensors
-from vivace.checkpoint.load import load_decoder
+from vivace.checkpoint.load import load_decoder, open_checkpoint
 from vivace.cli.app import run
 from vivace.core.cpu.low_bit import LowBitLinear, LowBitRows
 from vivace.errors import CheckpointError, ConfigError, CorruptError, UnsupportedError
@@ -169,6 +169,59 @@ def test_bad_input(base: Path, made: Path, texts: Texts, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match="too few to round by"):
         texts_of(base, short)
     assert not (tmp_path / "x").exists()
+    for number in (float("nan"), float("inf"), 0.0):
+        with pytest.raises(ConfigError, match="--bpw must be a number above 0"):
+            CompressConfig(None, number)
+    file = tmp_path / "file"
+    file.write_text("precious")
+    with pytest.raises(ConfigError, match="is a file, and a folder is written"):
+        compress(base, file, CompressConfig(4, method="kmeans"))
+    assert file.read_text() == "precious"
+    worn = tmp_path / "worn"
+    (worn / "adapters" / "recovery").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"recovers what lies in .* move it away"):
+        compress(base, worn, CompressConfig(4, method="kmeans"))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_weights_that_are_no_numbers_are_named_before_anything_is_written(
+    base: Path, tmp_path: Path, value: float
+) -> None:
+    def spoilt(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = value
+
+    source = broken(base, tmp_path / "source", spoilt)
+    for settings in (CompressConfig(4, method="kmeans"), CompressConfig(8), CompressConfig(4, None, "kmeans", False)):
+        with pytest.raises(CorruptError, match=r"layers\.1\..*infinite or not a number"):
+            compress(source, tmp_path / "x", settings)
+    assert not (tmp_path / "x").exists()
+
+
+def test_what_said_how_weights_were_stored_is_gone_and_ends_that_stay_take_no_more(base: Path, tmp_path: Path) -> None:
+    """The source is in MLX's codes, its embedding, too."""
+    source = tmp_path / "mlx"
+    shutil.copytree(base, source)
+    tensors = load_file(source / "model.safetensors")
+    weight = tensors["model.embed_tokens.weight"]
+    height, width = weight.shape
+    codes = torch.randint(0, 2**31, (height, width // 8), dtype=torch.int64).to(torch.uint32)
+    scales = torch.full((height, width // 32), 0.01, dtype=torch.bfloat16)
+    tensors |= {
+        "model.embed_tokens.weight": codes,
+        "model.embed_tokens.scales": scales,
+        "model.embed_tokens.biases": -8 * scales,
+    }
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization"] = {"bits": 4, "group_size": 32}
+    (source / "config.json").write_text(json.dumps(config))
+    compress(source, tmp_path / "out", CompressConfig(4, method="kmeans", rounds_ends=False))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization" not in written
+    assert written["quantization_config"]["quant_method"] == "palette"
+    kept = load_file(tmp_path / "out" / "model.safetensors")["model.embed_tokens.weight"]
+    assert kept.dtype == torch.bfloat16
+    assert torch.equal(kept, open_checkpoint(source).stored.tensor("model.embed_tokens.weight").bfloat16())
 
 
 def broken(made: Path, to: Path, change: object) -> Path:
@@ -198,7 +251,23 @@ def test_damaged_folders(made: Path, tmp_path: Path) -> None:
     def unscaled(tensors: dict[str, Tensor]) -> None:
         del tensors[f"{STEM}.scale"]
 
+    def whole(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{STEM}.scale"] = tensors[f"{STEM}.scale"].int()
+
+    def floats(tensors: dict[str, Tensor]) -> None:
+        tensors["model.embed_tokens.idx"] = tensors["model.embed_tokens.idx"].float()
+
+    def beyond(tensors: dict[str, Tensor]) -> None:
+        tensors["model.embed_tokens.idx"][1, 1] = -128
+
+    def flat(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{STEM}.idx"] = tensors[f"{STEM}.idx"].flatten()
+
     cases = {
+        "whole": (whole, "its scale is torch.int32"),
+        "floats": (floats, "its idx is torch.float32"),
+        "beyond": (beyond, "a code is -128"),
+        "flat": (flat, "1 dimensions, and codes have two"),
         "lacking": (lacking, "has codes, and neither"),
         "infinite": (infinite, "infinite or not a number"),
         "odd": (odd, "5 entries for each sixteen outputs"),
@@ -243,6 +312,7 @@ def test_the_command(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert {"int8_rows"} < set(shown["dtypes"])
     assert all(tensor["bits"] > 0 for tensor in shown["tensors"])
     assert run(["compress", str(tmp_path / "out2"), *words, "--bits", "3", "--bpw", "3"]) != 0
+    assert run(["compress", str(tmp_path / "out2"), *words, "--bits", "8", "--entries", "bfloat16"]) != 0
     assert "one of the two" in capsys.readouterr().err
     assert run(["compress", str(tmp_path / "out2"), *words, "--entries", "int4"]) != 0
     assert "did you mean 'int8'" in capsys.readouterr().err

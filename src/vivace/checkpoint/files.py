@@ -97,6 +97,16 @@ def require_other(out: str | Path, source: Path, other: str = "another folder fo
         raise ConfigError(f"{out} is the model itself; name {other}")
 
 
+def require_folder(out: str | Path) -> None:
+    """Refuse to write a folder where there is something else, before any work is done for it.
+
+    Raises:
+        ConfigError: there is a file of that name.
+    """
+    if Path(out).exists() and not Path(out).is_dir():
+        raise ConfigError(f"{out} is a file, and a folder is written; name another")
+
+
 def _require_one_kind(folder: Path) -> None:
     """Refuse a directory that holds GGUF files and no checkpoint, with the name to give instead."""
     files = sorted(path.name for path in folder.glob(f"*{GGUF}"))
@@ -318,26 +328,32 @@ def staged(folder: str | Path) -> Iterator[Path]:
     """Yield a directory to write to; its files move into ``folder`` when the block ends without an error.
 
     The directory lies beside the target on the same disk. Its folders are merged with those of the target, and files of
-    the target that are not written again are kept.
+    the target that are not written again are kept. ``config.json`` comes last, without which nothing loads.
 
     Yields:
         Path: an empty directory.
 
     Raises:
-        CheckpointError: the disk is full or may not be written; the target is left as it was.
+        CheckpointError: the disk is full or may not be written; the message says whether the target is as it was.
     """
     target = Path(folder)
-    staging = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    staging, moved = target.with_name(f".{target.name}.{os.getpid()}.partial"), False
     try:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         yield staging
-        for file in sorted(path for path in staging.rglob("*") if path.is_file()):
-            place = target / file.relative_to(staging)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            file.replace(place)
+        files = sorted(path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
+        files.sort(key=lambda file: file.name == "config.json")
+        for file in files:
+            if (target / file).is_dir():
+                raise IsADirectoryError(f"{target / file} is a folder, and a file is written there")
+        for file in files:
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            (staging / file).replace(target / file)
+            moved = True
     except (OSError, safetensors.SafetensorError) as exc:
-        raise CheckpointError(f"{target} could not be written, and is as it was: {_one_line(exc)}") from exc
+        state = "only in part: write it again" if moved else "and is as it was"
+        raise CheckpointError(f"{target} could not be written, {state}: {_one_line(exc)}") from exc
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

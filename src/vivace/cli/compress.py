@@ -73,6 +73,8 @@ def compress(
         bits = 4 if data is None else 3
     if data is None and (tokens is not None or longest is not None):
         raise ConfigError("--tokens and --longest are of a text to round for; give --data FILE, or leave them out")
+    if bits == 8 and entries != "int8":
+        raise ConfigError("--entries are those of palettes, and 8 bits are integers with a scale; leave it out")
     if method is None:
         method = "kmeans" if data is None and bits in (4, 8) else "gptq"
     if method == "edkm":

@@ -146,11 +146,12 @@ def convert(
 
 def _write_dense(folder: Path, output: Path, dtype: str, ignored: tuple[str, ...], *, as_json: bool) -> None:
     """Write a checkpoint with every weight decoded, as a folder of safetensors."""
-    from vivace.checkpoint.files import WEIGHTS, require_other
+    from vivace.checkpoint.files import WEIGHTS, require_folder, require_other
     from vivace.checkpoint.load import load_decoder, read_config
     from vivace.checkpoint.save import write_checkpoint
 
     require_other(output, folder)
+    require_folder(output)
     with console.progress("writing"):
         decoder = load_decoder(folder, dtype=dtype, ignored=ignored)
         write_checkpoint(decoder, read_config(folder, ignored), folder, output)

@@ -110,7 +110,7 @@ def model_facts(folder: Path, weights: str = "bf16", ignored: Sequence[str] = ()
                 "name": name,
                 "dtype": stored.kind(name),
                 "shape": list(stored.shape(name)),
-                "bits": stored.num_bytes(name) * 8 / prod(stored.shape(name)),
+                "bits": stored.num_bytes(name) * 8 / max(1, prod(stored.shape(name))),
             }
             for name in names
         ],
@@ -122,7 +122,7 @@ def _bits(stored: Tensors, names: Sequence[str]) -> dict[str, Any]:
     import torch
 
     def mean(some: Sequence[str]) -> float:
-        return sum(stored.num_bytes(name) for name in some) * 8 / sum(prod(stored.shape(name)) for name in some)
+        return sum(stored.num_bytes(name) for name in some) * 8 / max(1, sum(prod(stored.shape(name)) for name in some))
 
     coded = [name for name in names if getattr(torch, stored.kind(name), None) is None]
     kinds = sorted({stored.kind(name) for name in coded})

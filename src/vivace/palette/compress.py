@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.files import WEIGHTS, Tensors, require_other, staged, write_tensors
+from vivace.adapters.lora import RECOVERY
+from vivace.checkpoint.files import WEIGHTS, Tensors, require_folder, require_other, staged, write_tensors
 from vivace.checkpoint.load import OpenCheckpoint, load_decoder, open_checkpoint
 from vivace.checkpoint.names import Target
 from vivace.checkpoint.quantized.palette import CONFIG, WIDTHS, tensors_of
+from vivace.checkpoint.quantized.settings import dense_config
 from vivace.checkpoint.save import copy_text_files, forget_shards
 from vivace.core.layers import Linear
 from vivace.core.model import Decoder
 from vivace.core.step import Step
-from vivace.errors import ConfigError, UnsupportedError, nearest
+from vivace.errors import ConfigError, CorruptError, UnsupportedError, nearest
 from vivace.kernels.coded import Coded, RowCodes
 from vivace.kernels.library import LANES
 from vivace.kernels.palette import BITS
@@ -55,6 +57,8 @@ class CompressConfig:
     def __post_init__(self) -> None:
         if (self.bits is None) == (self.bits_per_weight is None):
             raise ConfigError("say how small: --bits 2, 3, 4 or 8, or --bpw with a number of bits, one of the two")
+        if self.bits_per_weight is not None and not 0 < self.bits_per_weight < math.inf:
+            raise ConfigError(f"--bpw must be a number above 0, found {self.bits_per_weight:g}")
         if self.bits is not None and self.bits not in (*BITS, 8):
             raise ConfigError(f"--bits {self.bits} is not possible; palettes have 2, 3 or 4, and 8 are integers")
         if self.method not in METHODS:
@@ -131,17 +135,20 @@ def compress(
             predicted, then layers that are rounded.
 
     Raises:
-        ConfigError: text is missing, the budget cannot be had, or ``out`` is the checkpoint itself.
+        ConfigError: text is missing, the budget cannot be had, or ``out`` is the checkpoint itself, a file, or a folder
+            with an adapter that recovers what another rounding lost.
         UnsupportedError: a model of this kind is not rounded to palettes.
         CheckpointError: the checkpoint is broken, or the disk is full.
     """
     if texts is None and (reason := config.needs_text) is not None:
         raise ConfigError(f"{reason}; give --data FILE, prompts with references or plain text")
     require_other(out, source)
+    check_out(out)
     opened = open_checkpoint(source)
     model = load_decoder(source, dtype="float32")
     parts = matrices(model)
     check_shapes(opened.plan, parts)
+    check_finite(model)
     for part in parts.values():
         part.weight.data = part.weight.data.clone()  # it may be a view of the file
     found = Statistics() if texts is None else _statistics(model, config, texts, note, progress)
@@ -186,14 +193,38 @@ def write_folder(
     forget_shards(out)
     parts = [tensor for name in coded for tensor in _stored_parts(tensors, table[name])]
     total = sum(tensor.nbytes for tensor in tensors.values())
-    num_weights = sum(prod(target.shape) for target in table.values())
-    num_matrix_weights = sum(prod(table[name].shape) for name in coded)
+    num_weights = sum(math.prod(target.shape) for target in table.values())
+    num_matrix_weights = sum(math.prod(table[name].shape) for name in coded)
     return WrittenFolder(out, sum(part.nbytes for part in parts), num_matrix_weights, total, num_weights)
 
 
 def _plain(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``config.json`` without what says how weights are stored."""
-    return {key: value for key, value in raw.items() if key not in ("quantization_config", "torch_dtype")}
+    return {key: value for key, value in dense_config(raw).items() if key != "torch_dtype"}
+
+
+def check_out(out: Path) -> None:
+    """Refuse a folder that a rounded checkpoint cannot be written to.
+
+    Raises:
+        ConfigError: it is a file, or has an adapter that recovers what another rounding lost, which every text would be
+            refused for.
+    """
+    require_folder(out)
+    worn = out / "adapters" / RECOVERY
+    if worn.is_dir():
+        raise ConfigError(f"{worn} recovers what lies in {out} now; move it away, or name another folder")
+
+
+def check_finite(model: Decoder) -> None:
+    """Refuse weights that are no numbers.
+
+    Raises:
+        CorruptError: a weight is infinite or not a number.
+    """
+    for name, weight in model.named_parameters():
+        if not bool(torch.isfinite(weight).all()):
+            raise CorruptError(f"{name}: a weight is infinite or not a number; the checkpoint is damaged")
 
 
 def check_shapes(table: Mapping[str, Target], parts: Mapping[str, Linear]) -> None:
@@ -326,7 +357,14 @@ def _tensors(stored: Tensors, table: Mapping[str, Target], coded: Mapping[str, C
             replaced.add(piece.name)
             found |= tensors_of(piece.name, matrix.rows(piece.start, piece.stop))
     names = {piece.name for target in table.values() for piece in target.pieces}
-    return found | {name: stored.tensor(name) for name in sorted(names - replaced)}
+    return found | {name: _as_stored(stored, name) for name in sorted(names - replaced)}
+
+
+def _as_stored(stored: Tensors, name: str) -> Tensor:
+    """Return a tensor as it is stored, or in bfloat16 where it is stored as codes."""
+    found = stored.tensor(name)
+    is_plain = stored.kind(name) == str(found.dtype).removeprefix("torch.")
+    return found if is_plain else found.to(torch.bfloat16)
 
 
 def _stored_parts(tensors: Mapping[str, Tensor], target: Target) -> list[Tensor]:

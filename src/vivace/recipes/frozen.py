@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vivace.checkpoint.adapters import save_adapter
 from vivace.checkpoint.draft_vocabulary import first_of, ranked, save_vocabulary
+from vivace.checkpoint.files import require_folder
 from vivace.core.config import ModelConfig
 from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
@@ -233,12 +234,13 @@ class TrainContext:
         """Shuffle the rows and divide them into rows to train on, held-back rows and calibration rows.
 
         Raises:
-            ConfigError: there are too few rows, ``out`` is the base's own folder, or there is other text beside
-                ``answers``.
+            ConfigError: there are too few rows, ``out`` is the base's own folder or a file, or there is other text
+                beside ``answers``.
             UnsupportedError: the base's weights are packed for native kernels.
         """
         if out.resolve() == engine.folder.resolve():
             raise ConfigError(f"{out} is the model itself; its adapter belongs into {out / 'adapters' / recipe.kind}")
+        require_folder(out)
         if engine.kernels.body is not None:
             raise UnsupportedError("packed weights cannot be trained on; load the model with kernels='torch'")
         if (reason := recipe.why_not(engine.model)) is not None:

@@ -18,7 +18,14 @@ from vivace.errors import ConfigError, MismatchError
 from vivace.kernels.coded import Coded, PaletteCodes
 from vivace.kernels.palette import BITS
 from vivace.kernels.reference import any_order
-from vivace.palette.compress import CompressConfig, check_shapes, rounded_layers, write_folder
+from vivace.palette.compress import (
+    CompressConfig,
+    check_finite,
+    check_out,
+    check_shapes,
+    rounded_layers,
+    write_folder,
+)
 from vivace.palette.statistics import Statistics, distance, matrices
 from vivace.palette.texts import Texts
 from vivace.palette.training import ClusteringObjective, PaletteObjective, PalettePart, with_clusters, with_entries
@@ -88,6 +95,7 @@ class PaletteTraining(Trainable):
     def __init__(self, recipe: PaletteRecipe, context: TrainContext) -> None:
         super().__init__(context)
         self.recipe = recipe
+        check_out(context.folder.parent)
         engine, note = context.engine, context.report.note
         self.texts = _texts(recipe, context)
         self.settings = CompressConfig(
@@ -96,6 +104,7 @@ class PaletteTraining(Trainable):
         self.source = open_checkpoint(engine.folder)
         student = load_decoder(engine.folder, dtype="float32")
         check_shapes(self.source.plan, matrices(student))
+        check_finite(student)
         stored: dict[str, Tensor] = {}
         for name, part in matrices(student).items():
             stored[name] = part.weight.detach().clone()

@@ -14,10 +14,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from tests.checkpoint.gguf_reader import Gguf, read_gguf, read_values
 from tests.tiny_checkpoints import SPECIAL, TEMPLATE, make_checkpoint
-from vivace.checkpoint.files import open_tensors
+from vivace.checkpoint.files import open_tensors, resolve
 from vivace.checkpoint.gguf.blocks import KINDS, encode
 from vivace.checkpoint.gguf.file import Entry, write_gguf
 from vivace.checkpoint.gguf.written import write_checkpoint
+from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.errors import CheckpointError, ConfigError, MismatchError, NotFoundError, UnsupportedError
 
 HEADS = {"q": 4, "k": 2}
@@ -188,6 +189,17 @@ def test_a_byte_level_tokenizer_is_written(folder: Path, tmp_path: Path) -> None
     assert keys["tokenizer.ggml.eos_token_id"] == 0
     assert keys["tokenizer.ggml.add_bos_token"] is False
     assert keys["tokenizer.chat_template"] == TEMPLATE
+
+
+def test_every_token_that_ends_a_text_is_written(folder: Path, tmp_path: Path) -> None:
+    source = _copied(folder, tmp_path)
+    for ends in ([0, 2], [2, 0, 1]):
+        (source / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        write_checkpoint(source, tmp_path / "m.gguf")
+        assert list(load_tokenizer(resolve(tmp_path / "m.gguf")).eos_ids) == ends
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1, 2, 3]}))
+    with pytest.raises(UnsupportedError, match="4 tokens end a text of this model, and a GGUF file names 3"):
+        write_checkpoint(source, tmp_path / "m.gguf")
 
 
 def test_an_unknown_split_is_said_and_unused_ids_are_filled(folder: Path, tmp_path: Path) -> None:

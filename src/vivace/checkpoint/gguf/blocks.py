@@ -86,11 +86,14 @@ def encode(values: Tensor, kind: Kind) -> Bytes:
         kind: the format.
 
     Raises:
-        UnsupportedError: a value or a scale is outside the range of float16.
+        UnsupportedError: a value or a scale is outside the range of float16, or a value is not finite where blocks of
+            codes are written.
     """
     if kind.name == "bf16":
         return _raw(values.to(torch.bfloat16).contiguous().view(torch.int16).numpy())
     floats = values.to(torch.float32).contiguous().numpy()
+    if kind.block > 1 and not np.isfinite(floats).all():
+        raise UnsupportedError(f"a weight is infinite or not a number, which {kind.name} cannot hold")
     match kind.name:
         case "f32":
             return _raw(floats)

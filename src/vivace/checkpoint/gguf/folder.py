@@ -19,6 +19,7 @@ from vivace.checkpoint.gguf.configuration import configuration
 from vivace.checkpoint.gguf.header import Header, read_header
 from vivace.checkpoint.gguf.pieces import write_tokenizer
 from vivace.checkpoint.gguf.tensors import GgufTensors, mapped, values_of
+from vivace.checkpoint.gguf.tokenizer_keys import ENDS
 from vivace.checkpoint.names import layout
 from vivace.errors import CorruptError, NotFoundError
 from vivace.files import cache_folder
@@ -91,7 +92,7 @@ def _describe(header: Header, folder: Path, identity: Mapping[str, Any]) -> None
 
 def _generation(header: Header) -> dict[str, Any]:
     """Return the tokens that end a text: that of texts, of turns and of messages."""
-    ids = (header.keys.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    ids = (header.keys.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS)
     found = list(dict.fromkeys(int(index) for index in ids if index is not None))
     return {"eos_token_id": found} if found else {}
 

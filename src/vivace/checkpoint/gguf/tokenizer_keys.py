@@ -22,6 +22,9 @@ from vivace.errors import MismatchError, NotFoundError, UnsupportedError
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens."""
 
+ENDS = ("eos", "eot", "eom")
+"""Names of the tokens that end a text: that of texts, of turns and of messages."""
+
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -137,8 +140,13 @@ def _split_name(pre: Mapping[str, Any] | None) -> str | None:
 def _special_keys(tokenizer: Tokenizer) -> dict[str, Value]:
     """Return the keys for the ids of special tokens and for the chat template."""
     inner, keys = tokenizer.inner, {}
-    if tokenizer.eos_ids:
-        keys["tokenizer.ggml.eos_token_id"] = tokenizer.eos_ids[0]
+    if len(tokenizer.eos_ids) > len(ENDS):
+        raise UnsupportedError(
+            f"{len(tokenizer.eos_ids)} tokens end a text of this model, and a GGUF file names {len(ENDS)} at most; "
+            "take some out of eos_token_id in generation_config.json"
+        )
+    for name, index in zip(ENDS, tokenizer.eos_ids, strict=False):
+        keys[f"tokenizer.ggml.{name}_token_id"] = index
     for name, index in (("bos", inner.bos_token_id), ("padding", inner.pad_token_id), ("unknown", inner.unk_token_id)):
         if index is not None:
             keys[f"tokenizer.ggml.{name}_token_id"] = int(index)

@@ -120,6 +120,18 @@ class CompressedTensors:
             zeros = unpacked(words.t(), bits, out).t().float() - half
         return self._grid(stored, codes, scales, zeros)
 
+    def _group(self, stored: StoredParts, width: int, count: int) -> int:
+        """Return the number of inputs of a group, of which the configuration names one or several sizes; the last group
+        may have fewer.
+        """
+        sizes = {int(each["group_size"]) for each in self._weights if (each.get("group_size") or 0) > 0}
+        fitting = sorted(size for size in sizes if -(-width // size) == count)
+        if count == 1 or not sizes:
+            agree(width % count == 0, stored, "scales do not fit the matrix")
+            return width // count
+        agree(len(fitting) == 1, stored, f"{count} scales an output are no groups of {sorted(sizes)} of {width} inputs")
+        return fitting[0]
+
     def _grid(self, stored: StoredParts, codes: Tensor, scales: Tensor, zeros: Tensor | None) -> Grid:
         """Return codes with their scales, which are for the matrix, each output, or groups of inputs."""
         out, width = codes.shape
@@ -128,7 +140,8 @@ class CompressedTensors:
             zeros = None if zeros is None else zeros.view(1, 1).expand(out, 1)
         scales = scales.view(out, -1) if scales.dim() == 1 and len(scales) == out else scales
         count = scales.shape[-1]
-        agree(scales.dim() == 2 and len(scales) == out and width % count == 0, stored, "scales do not fit the matrix")
+        agree(scales.dim() == 2 and len(scales) == out, stored, "scales do not fit the matrix")
+        group = self._group(stored, width, count)
         if zeros is not None:
             zeros = zeros.view(out, -1) if zeros.dim() == 1 else zeros
             agree(zeros.shape == scales.shape, stored, "zero points do not fit scales")
@@ -136,7 +149,6 @@ class CompressedTensors:
             if bool(((zeros < least) | (zeros > most)).any()):
                 raise CorruptError(f"{stored.stem}.weight_zero_point is beyond {least}..{most}")
         scales = scales.contiguous()
-        group = width // count
         if ".weight_g_idx" not in stored.names:
             return Grid(codes, scales, group, zeros)
         index = stored.tensor(".weight_g_idx").long()

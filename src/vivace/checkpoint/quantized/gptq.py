@@ -7,8 +7,8 @@ A matrix (out, in) in ``b`` bits is
     scales   float16 or bfloat16 (groups, out)
     g_idx    int32 (in,)                      group of each input; not in order where inputs were ordered by activation
 
-and a weight is ``scale (code - zero)``. In the first version of the format (``checkpoint_format`` is absent or
-``gptq``) the stored zeros are one too low; in ``gptq_v2`` they are what they say.
+and a weight is ``scale (code - zero)``. In the first version of the format (``checkpoint_format``, which newer
+writers call ``format``, is absent or ``gptq``) the stored zeros are one too low; in ``gptq_v2`` they are what they say.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.quantized.parts import WORD, StoredParts, agree, finite, groups_of, one_of, unpacked
-from vivace.errors import CorruptError
+from vivace.errors import CorruptError, UnsupportedError
 from vivace.kernels.grid import Grid
 
 BITS = (2, 3, 4, 8)
@@ -40,7 +40,13 @@ class Gptq:
             UnsupportedError: a setting is not read.
         """
         one_of(config, "bits", BITS)
-        self.is_first = one_of(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq"
+        names = [key for key in ("checkpoint_format", "format") if config.get(key) is not None]
+        found = {one_of(config, key, ("gptq", "gptq_v2")) for key in names} or {"gptq"}
+        if len(found) > 1:
+            raise UnsupportedError(
+                "quantization_config has two formats, checkpoint_format and format; take one of them out"
+            )
+        self.is_first = found == {"gptq"}
         one_of(config, "pack_dtype", ("int32", None))
         self.bits = int(config["bits"])
         self.group_size = int(config.get("group_size", 128))
@@ -90,7 +96,8 @@ class Gptq:
         size = self.group_size
         if index is None:
             return groups_of(stored, width, count, size)
-        if count and -(-width // count) != size:
+        fits = size > 0 and count == -(-width // size)  # the last group may have fewer inputs
+        if count and not (fits and torch.equal(index, torch.arange(width) // size)):
             size = -(-width // count)  # a matrix with a size of its own ("dynamic")
         if not torch.equal(index, torch.arange(width) // size):
             raise CorruptError(f"{stored.stem}.g_idx does not divide {width} inputs into {count} groups of one size")

@@ -94,6 +94,8 @@ class PaletteTensors:
         if name not in self._parts:
             return self._files.shape(name)
         stem = name.removesuffix(_WEIGHT)
+        if len(self._files.shape(f"{stem}.idx")) != 2:
+            raise CorruptError(f"{stem}.idx has {len(self._files.shape(f'{stem}.idx'))} dimensions, and codes have two")
         out, count = self._files.shape(f"{stem}.idx")
         bits = self._bits(name)
         width, rest = divmod(count * 8, bits)
@@ -131,6 +133,7 @@ class PaletteTensors:
             return None
         width = self.shape(name)[1]
         parts = {part.rpartition(".")[2]: self._files.tensor(part) for part in self._parts[name]}
+        self._check_types(name, parts)
         codes = parts.pop("idx")
         entries, scales = (parts[part].clone() if part in parts else None for part in ("lut", "scale"))  # off the map
         for part in (entries, scales):
@@ -144,6 +147,22 @@ class PaletteTensors:
         if (scales is None) != (entries.dtype != torch.int8):
             raise CorruptError(f"{name}: its entries are {entries.dtype}, and int8 entries have scales, others none")
         return PaletteCodes(unpacked_bits(codes, self._bits(name), width), entries, scales)
+
+    def _check_types(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        """Refuse parts of a type that is never written: their numbers would be taken for others.
+
+        Raises:
+            CorruptError: a part has another type, or a number beyond its range.
+        """
+        is_rows = self._bits(name) == 8
+        wanted = {"idx": torch.int8 if is_rows else torch.uint8, "scale": torch.float32 if is_rows else torch.bfloat16}
+        for part, dtype in wanted.items():
+            if part in parts and parts[part].dtype != dtype:
+                raise CorruptError(
+                    f"{name}: its {part} is {parts[part].dtype}, and {dtype} is written; the file is damaged"
+                )
+        if is_rows and bool((parts["idx"] == -128).any()):
+            raise CorruptError(f"{name}: a code is -128, and codes are -127 to 127; the file is damaged")
 
     def _bits(self, name: str) -> int:
         stem = name.removesuffix(_WEIGHT)
