@@ -467,3 +467,9 @@ def test_over_http(folder: Path) -> None:
 def test_beams_cannot_ride_along(exact: Engine) -> None:
     with pytest.raises(UnsupportedError, match="decode_keep prunes for one text, and there are beams"):
         exact.generate(PROMPT, do_sample=False, num_beams=2, max_new_tokens=4, **BACK)
+
+
+def test_a_prompt_of_one_token_has_nothing_that_could_come_back(engine: Engine) -> None:
+    answer = engine.generate([5], **{**GREEDY, **BACK})[0]
+    assert answer.stats.prompt_computed == []
+    assert len(answer.token_ids) == GREEDY["max_new_tokens"]

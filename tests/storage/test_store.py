@@ -218,3 +218,34 @@ def test_a_full_disk_leaves_what_was_there(store: Store, opt: Path, monkeypatch:
         write_store(opt, store.folder)
     assert open_store(store.folder) == store
     assert [path.name for path in store.folder.parent.iterdir()] == ["store"]
+
+
+def test_a_store_in_the_place_of_another_keeps_nothing_that_answers_depend_on(opt: Path, tmp_path: Path) -> None:
+    first, second, target = tmp_path / "first", tmp_path / "second", tmp_path / "store"
+    for folder in (first, second):
+        make("llama").save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+    (first / "generation_config.json").write_text('{"temperature": 3.0, "do_sample": true}')
+    (first / "chat_template.jinja").write_text("always the same")
+    write_store(first, target)
+    (target / "notes.txt").write_text("mine")
+    write_store(second, target)
+    assert not (target / "generation_config.json").exists()
+    assert not (target / "chat_template.jinja").exists()
+    assert (target / "notes.txt").read_text() == "mine"
+    (target / "adapters" / "lookup").mkdir(parents=True)
+    write_store(second, target)  # the same model: what was trained for it stays
+    assert (target / "adapters" / "lookup").is_dir()
+    with pytest.raises(ConfigError, match="has adapters of the model that lies there now"):
+        write_store(opt, target)
+
+
+def test_an_index_that_lacks_bundles_or_names_no_dtype_is_damaged(llama: Path, tmp_path: Path) -> None:
+    store = write_store(llama, tmp_path / "store")
+    index = read_json(store.folder / INDEX)
+    (store.folder / INDEX).write_text(json.dumps({**index, "dtype": "nothing"}))
+    with pytest.raises(CorruptError, match="not an index of a store"):
+        open_store(store.folder)
+    (store.folder / INDEX).write_text(json.dumps({**index, "bundles": index["bundles"][:-1]}))
+    with pytest.raises(CorruptError, match=r"the index of .* lacks .*convert the model again"):
+        load_stored(store.folder)

@@ -86,6 +86,8 @@ class DecodeStats:
     @property
     def prompt_computed(self) -> list[list[int]]:
         """Return, for each layer behind which prompt tokens were pruned, the layer and how many passed it so far."""
+        if not self.prompt_kept:  # nothing of it was read before the first new token
+            return []
         back = [sum(counts) for counts in zip(*self.came_back, strict=True)] or [0] * len(self.prompt_kept)
         return [[layer, kept + more] for (layer, kept), more in zip(self.prompt_kept, back, strict=True)]
 

@@ -141,4 +141,10 @@ class Prefills:
         if self._read is None:
             assert self._folder is not None
             self._read = LearnedScores.read(self._folder / "adapters" / KIND, base_hash(self._folder))
+            self._read.check_fits(self._model.config)
         return self._read
+
+    def forget_learned(self) -> None:
+        """Read what lies beside the checkpoint again when it is asked for: something else was written there."""
+        self._read = None
+        self._made.clear()

@@ -30,6 +30,7 @@ from torch.nn.functional import softplus
 
 from vivace.checkpoint.adapters import load_adapter
 from vivace.configuration import build
+from vivace.core.config import ModelConfig
 from vivace.errors import ConfigError, MismatchError
 from vivace.prefill.passages import largest
 
@@ -140,6 +141,19 @@ class LearnedScores:
             raise MismatchError(f"the weights in {folder} do not fit its config.json; train it again")
         maps = {layer: Maps(*(tensors[f"{side}.{layer}"] for side in SIDES)) for layer in config.layers}
         return LearnedScores(build(LazyPlan, written["plan"]), config, maps, folder)
+
+    def check_fits(self, model: ModelConfig) -> None:
+        """Refuse heads and maps that the model has no place for.
+
+        Raises:
+            MismatchError: a head is not there, or maps have another width.
+        """
+        heads = [head for each in self.config.heads for head in each.heads]
+        if not all(0 <= head < model.num_heads for head in heads):
+            raise MismatchError(f"{self.where} asks heads {sorted(heads)} of a model that has {model.num_heads}")
+        for layer, each in self.maps.items():
+            if {each.query.shape[-1], each.key.shape[-1], each.weight.shape[-1]} != {model.width}:
+                raise MismatchError(f"the maps of layer {layer} in {self.where} are not for a width of {model.width}")
 
     def heads(self, point: int) -> tuple[int, ...]:
         """Return the heads that are asked at a point."""

@@ -230,4 +230,5 @@ def keep_schedule(engine: Engine, keep: str) -> Path:
         replace_plan(folder, plan)
     else:
         save_adapter(folder, KIND, base_hash(engine.folder), plan, asdict(LazyConfig()), {})
+    engine.prefills.forget_learned()
     return folder

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.files import INDEX as SHARDS
-from vivace.checkpoint.files import TEXT_PATTERNS, resolve, staged
+from vivace.checkpoint.files import TEXT_PATTERNS, read_json, resolve, staged
 from vivace.checkpoint.load import OpenCheckpoint, open_checkpoint, read_config
 from vivace.checkpoint.quantized.settings import dense_config, is_quantized
 from vivace.core.config import ModelConfig
@@ -86,8 +86,8 @@ def write_store(
     Raises:
         NotFoundError: there is no such checkpoint.
         MismatchError: the weights do not fit config.json.
-        ConfigError: the layout is for another kind of model, the output is the checkpoint itself, or the orders are not
-            permutations.
+        ConfigError: the layout is for another kind of model, the output is the checkpoint itself or has adapters of
+            another one, or the orders are not permutations.
         UnsupportedError: native kernels were asked for by name and cannot run this model from a store.
         CheckpointError: the disk is full or may not be written.
     """
@@ -103,6 +103,10 @@ def write_store(
     bundles = arrange(config, shapes, layout, kind.itemsize, is_tiled=is_tiled, weights=weights)
     source = _Source(opened, _check_orders(orders, layout, config))
     raw = read_config(folder, ignored)
+    base = base_hash(folder)
+    has_adapters = (target / "adapters").is_dir() and read_json(target / INDEX).get("base") != base
+    if has_adapters:
+        raise ConfigError(f"{target} has adapters of the model that lies there now; move them, or name another folder")
     with staged(target) as staging:
         _copy_beside(folder, staging)
         if ignored or is_quantized(raw):
@@ -112,11 +116,17 @@ def write_store(
             save_orders(staging, orders)
         identity = secrets.token_hex(8)
         num_bytes, bundles, page_sums = _write(staging / DATA, identity, bundles, source, progress)
-        index = to_json(identity, base_hash(folder), layout, kind, num_bytes, bundles, page_sums)
+        index = to_json(identity, base, layout, kind, num_bytes, bundles, page_sums)
         (staging / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
-    for name in (PREDICTORS, THRESHOLDS, *((ORDERS,) if orders is None else ())):
+        written = {path.name for path in staging.iterdir()}
+    before = {path.name for pattern in BESIDE for path in target.glob(pattern)}
+    for name in {PREDICTORS, THRESHOLDS, ORDERS, *before} - written:
         (target / name).unlink(missing_ok=True)  # of what this folder held before
     return open_store(target)
+
+
+BESIDE = ("generation_config.json", "chat_template.*", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.spm")
+"""Files of a checkpoint that answers depend on and that not every checkpoint has."""
 
 
 def _copy_beside(folder: Path, staging: Path) -> None:

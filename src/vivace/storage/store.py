@@ -224,7 +224,7 @@ def open_store(folder: str | Path) -> Store:
 
 
 def _from_json(folder: Path, index: Mapping[str, Any]) -> Store:
-    dtype = getattr(torch, index["dtype"])
+    dtype = getattr(torch, str(index["dtype"]), None)
     if index["layout"] not in get_args(Layout) or not isinstance(dtype, torch.dtype):
         raise ValueError(f"layout {index['layout']}, dtype {index['dtype']}")
     bundles = {}

@@ -189,7 +189,7 @@ def test_a_folder_that_may_not_be_written_is_read(
 ) -> None:
     block = add(BlockDirectory(folder, MODEL, max_bytes=LIMIT), 1)
     assert block is not None
-    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
     reader = BlockDirectory(folder, MODEL, max_bytes=LIMIT)
     assert reader.is_read_only
     assert "may not be written" in caplog.records[0].getMessage()
@@ -231,3 +231,57 @@ def test_places_that_cannot_be_a_cache(tmp_path: Path) -> None:
         BlockDirectory(tmp_path / "none", MODEL, max_bytes=1, is_read_only=True)
     with pytest.raises(ConfigError, match=r"is 10 B, and one block takes 1\.0 KiB"):
         checked_limit(10, 1024)
+
+
+def test_a_block_that_cannot_be_read_now_stays_and_is_read_later(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a process has too many files open: the block is as it was."""
+    blocks = BlockDirectory(folder, MODEL, max_bytes=LIMIT)
+    block = add(blocks, 1)
+    assert block is not None
+
+    def busy(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "read_block", busy)
+        assert blocks.read(block) is None
+        assert "Too many open files" in caplog.text
+        assert blocks.find(ROOT, block.header.key) is None, "it is not asked for again and again"
+    assert add(blocks, 2) is not None
+    found = blocks.find(ROOT, block.header.key)
+    assert found is not None
+    assert blocks.read(found) == content(1, 5000)
+
+
+def test_a_damaged_block_that_may_not_be_removed_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the file is another user's."""
+    blocks = BlockDirectory(folder, MODEL, max_bytes=LIMIT)
+    block = add(blocks, 1)
+    assert block is not None
+    path = blocks._path(block.name)
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert blocks.read(block) is None
+    assert blocks.find(ROOT, block.header.key) is None
+    assert path.exists()
+
+
+def test_a_folder_that_may_not_be_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="may not be read; name another folder"):
+        BlockDirectory(folder, MODEL, max_bytes=LIMIT)
+
+
+def test_blocks_are_for_their_owner_alone_whatever_the_folder_is(folder: Path) -> None:
+    folder.mkdir(mode=0o755)
+    blocks = BlockDirectory(folder, MODEL, max_bytes=LIMIT)
+    block = add(blocks, 1)
+    assert block is not None
+    assert blocks._path(block.name).stat().st_mode & 0o077 == 0

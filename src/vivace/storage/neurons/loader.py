@@ -10,6 +10,7 @@ are read block by block, and add to the sum without being kept.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -236,10 +237,33 @@ class NeuronLoader:
         extents = runs(excess[place], 0).extents(bundle.offset, bundle.stride)
         return self.reader.submit(self._blocks[place % 2], extents)
 
-    def every(self, layer: int) -> NeuronBlocks:
-        """Iterate over all records of a layer, block by block."""
+    def every(self, layer: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Yield all records of a layer, block by block: the first neuron, and its parts (n, E) with those behind it.
+
+        A block is valid until the next is asked for, which is read meanwhile.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
         self.counts.dense += 1
-        return NeuronBlocks(self.store, self.reader, f"layers.{layer}.neurons", self.block, self._blocks)
+        bundle = self.store[f"layers.{layer}.neurons"]
+        starts = range(0, bundle.count, self.block)
+        views = [
+            self._blocks[place % 2][: min(self.block, bundle.count - start) * bundle.stride]
+            for place, start in enumerate(starts)
+        ]
+        reads = deque([self.reader.submit_whole(views[0], bundle.start(0))])
+        try:
+            for place, start in enumerate(starts):
+                reads[0].wait()
+                reads.popleft()
+                if place + 1 < len(starts):
+                    reads.append(self.reader.submit_whole(views[place + 1], bundle.start(starts[place + 1])))
+                memory = torch.frombuffer(views[place], dtype=torch.uint8).view(-1, bundle.stride)
+                yield start, self.store.records(bundle.name, memory)
+        finally:
+            for read in reads:
+                read.join()
 
 
 class NeuronState:
@@ -270,45 +294,3 @@ class NeuronState:
 
     def restore(self, saved: object) -> None:
         """Do nothing: the windows are those of all sequences."""
-
-
-class NeuronBlocks:
-    """Iterates over (first neuron, parts (n, E)) of a layer; a block is valid until the next is asked for."""
-
-    def __init__(self, store: Store, reader: AsyncReader, name: str, block: int, buffers: Sequence[memoryview]) -> None:
-        self._store = store
-        self._reader = reader
-        self._name = name
-        self._starts = list(range(0, store[name].count, block))
-        self._block = block
-        self._buffers = buffers
-        self._read: PendingRead | None = None
-        self._next = 0
-
-    def __iter__(self) -> NeuronBlocks:
-        self._read = self._begin(0)
-        return self
-
-    def __next__(self) -> tuple[int, dict[str, Tensor]]:
-        place = self._next
-        if place == len(self._starts):
-            raise StopIteration
-        assert self._read is not None
-        self._next += 1
-        read = self._read
-        try:
-            read.wait()
-        finally:
-            if self._next < len(self._starts):
-                self._read = self._begin(self._next)
-        first = self._starts[place]
-        memory = torch.frombuffer(self._view(place), dtype=torch.uint8).view(-1, self._store[self._name].stride)
-        return first, self._store.records(self._name, memory)
-
-    def _view(self, place: int) -> memoryview:
-        bundle = self._store[self._name]
-        count = min(self._block, bundle.count - self._starts[place])
-        return self._buffers[place % 2][: count * bundle.stride]
-
-    def _begin(self, place: int) -> PendingRead:
-        return self._reader.submit_whole(self._view(place), self._store[self._name].start(self._starts[place]))

@@ -14,6 +14,7 @@ as the machine has them; a file that another kind of machine wrote names another
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
 from array import array
@@ -94,10 +95,15 @@ def write_block(path: Path, header: BlockHeader, parts: Sequence[memoryview]) ->
     Raises:
         OSError: the disk is full, or may not be written.
     """
-    with path.open("wb") as file:
+    with open(path, "wb", opener=_for_its_owner) as file:
         file.write(encoded(header))
         for part in parts:
             file.write(part)
+
+
+def _for_its_owner(path: str, flags: int) -> int:
+    """Open a file that only its owner may read, whatever the folder lets others do: prompts are in it."""
+    return os.open(path, flags, 0o600)
 
 
 def read_header(path: Path) -> BlockHeader:

@@ -74,7 +74,7 @@ class BlockDirectory:
             is_read_only: whether nothing is ever written, touched or removed.
 
         Raises:
-            ConfigError: the path is a file, or the folder cannot be made.
+            ConfigError: the path is a file, or the folder cannot be made, or may not be read.
             NotFoundError: it is only to be read, and not there.
         """
         self.path, self.model, self.max_bytes, self.is_read_only = path, dict(model), max_bytes, is_read_only
@@ -84,6 +84,9 @@ class BlockDirectory:
         """Names of the blocks that follow each name."""
         self._left_out: set[str] = set()
         """Names of files that are damaged or of another model."""
+        self._unread: set[str] = set()
+        """Names of files that could not be read, as where too many are open; they are tried again when the folder is
+        looked at next."""
         self._clock = 0
         self._failure: str | None = None
         self._lock = threading.RLock()
@@ -102,6 +105,8 @@ class BlockDirectory:
         if not self.is_read_only and not os.access(self.path, os.W_OK | os.X_OK):
             log.warning("prompt cache %s may not be written: prompts are found in it and none is added", self.path)
             self.is_read_only = True
+        if not os.access(self.path, os.R_OK | os.X_OK):
+            raise ConfigError(f"prompt cache {self.path} may not be read; name another folder")
         self._refresh(tells=True)
 
     @property
@@ -122,7 +127,7 @@ class BlockDirectory:
         name = name_of(above, key)
         with self._lock:
             found = self._blocks.get(name)
-            if found is None and name not in self._left_out:
+            if found is None and name not in self._left_out and name not in self._unread:
                 found = self._look_at(name)
             return found if found is not None and found.header.key == key and found.header.above == above else None
 
@@ -132,7 +137,9 @@ class BlockDirectory:
             return [self._blocks[name] for name in self._below.get(above, ())]
 
     def read(self, block: StoredBlock, *, tells: bool = True) -> bytearray | None:
-        """Return residuals and entries of a block; None where it is gone, or damaged, which one line tells."""
+        """Return residuals and entries of a block; None where it is gone, damaged, or cannot be read now, which one
+        line tells. Only a damaged one is removed.
+        """
         try:
             return read_block(self._path(block.name), block.header)
         except FileNotFoundError:
@@ -140,7 +147,10 @@ class BlockDirectory:
         except (CorruptError, MismatchError, OSError) as error:
             if tells:
                 log.warning("prompt cache %s: block %s is read anew: %s", self.path, block.name[:12], error)
-            self._remove(block.name)
+            if not isinstance(error, OSError):
+                self._remove(block.name)
+                return None
+            self._unread.add(block.name)
         with self._lock:
             self._forget(block.name)
         return None
@@ -266,6 +276,7 @@ class BlockDirectory:
                 there[entry.name.removesuffix(SUFFIX)] = _File(seen.st_size, seen.st_mtime_ns)
         with self._lock:
             self._files = there
+            self._unread.clear()
             for name in [name for name in self._blocks if name not in there]:
                 self._forget(name)
             unread = [name for name in there if name not in self._blocks and name not in self._left_out]
@@ -291,7 +302,10 @@ class BlockDirectory:
         except CorruptError as error:
             self._remove(name)
             return f"damaged: {error}"
-        except (MismatchError, OSError, ValueError, TypeError) as error:
+        except OSError as error:
+            self._unread.add(name)
+            return str(error)
+        except (MismatchError, ValueError, TypeError) as error:
             self._left_out.add(name)
             return str(error)
         if header.model != self.model:
@@ -320,10 +334,13 @@ class BlockDirectory:
                 del self._below[block.header.above]
 
     def _remove(self, name: str) -> None:
-        """Remove a file, unless nothing may be written."""
-        if not self.is_read_only:
-            self._path(name).unlink(missing_ok=True)
-        else:
+        """Remove a file, or leave it out where nothing may be written, or not this one."""
+        try:
+            if self.is_read_only:
+                self._left_out.add(name)
+            else:
+                self._path(name).unlink(missing_ok=True)
+        except OSError:
             self._left_out.add(name)
         with self._lock:
             self._forget(name)
