@@ -69,11 +69,11 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
     "min_new_tokens is 30, more than the 24 tokens at most": {"min_new_tokens": 30},
     "num_draft_tokens is 3, but method plain drafts nothing": {"num_draft_tokens": 3},
     "num_draft_tokens is 3, but method auto finds out": {"num_draft_tokens": 3, "method": "auto"},
-    "num_draft_tokens is 64; a draft has at most 63 guesses": {"num_draft_tokens": 64, "method": "lookup"},
+    "num_draft_tokens is 64; a draft has 1 to 63 guesses": {"num_draft_tokens": 64, "method": "lookup"},
     "quality is 0.9, but method plain does not leave early": {"quality": 0.9},
     "quality is 0.7; the thresholds of this adapter are for 0.9, 0.98": {"quality": 0.7, "method": "dynamic"},
     "num_draft_tokens is 3, but method dynamic drafts nothing": {"num_draft_tokens": 3, "method": "dynamic"},
-    "lookup needs num_draft_tokens >= 1": {"num_draft_tokens": 0, "method": "lookup"},
+    "num_draft_tokens is 0; a draft has 1 to 63 guesses": {"num_draft_tokens": 0, "method": "lookup"},
     "forced_bos_token_id is for encoder-decoder models": {"forced_bos_token_id": 3},
     "no effect on greedy decoding": {"top_k": 3, "do_sample": False},
 }

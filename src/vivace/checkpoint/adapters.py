@@ -50,6 +50,14 @@ def base_hash(decoder_dir: str | Path) -> str:
     return digest.hexdigest()
 
 
+def weights_hash(path: Path) -> str:
+    """Return eight hexadecimal digits that differ between files of tensors that were trained apart."""
+    digest = hashlib.sha256()
+    for name, line in sorted(_ends(path)):
+        digest.update(name.encode() + b"\0" + line)
+    return digest.hexdigest()[:8]
+
+
 def _ends(path: Path) -> list[tuple[str, bytes]]:
     """Return, for each tensor of a file, its name and its fingerprint (dtype, shape and end bytes)."""
     if path.suffix.lower() == GGUF:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vivace.checkpoint.files import read_json
-from vivace.errors import CorruptError, NotFoundError, UnsupportedError
+from vivace.errors import ConfigError, CorruptError, NotFoundError, UnsupportedError
 
 CONFIG = "adapter_config.json"
 _ALL_LINEAR = "all-linear"
@@ -86,9 +86,16 @@ def _pattern(patterns: Iterable[str], module: str) -> str:
 def by_kind(
     adapters: str | Path | Mapping[str, str | Path] | None,
 ) -> tuple[dict[str, Path], list[Path]]:
-    """Return LoRAs by name, and the folders of draft weights: the files say which is which."""
+    """Return LoRAs by name, and the folders of draft weights: the files say which is which.
+
+    Raises:
+        ConfigError: they are neither a folder nor folders by name.
+    """
     if adapters is None:
         return {}, []
+    named_badly = isinstance(adapters, Mapping) and not all(isinstance(each, str | Path) for each in adapters.values())
+    if not isinstance(adapters, str | Path | Mapping) or named_badly:
+        raise ConfigError(f"adapters are a folder, or folders by name, found {adapters!r}")
     named = adapters if isinstance(adapters, Mapping) else {Path(adapters).name: adapters}
     folders = {name: Path(folder).expanduser() for name, folder in named.items()}
     loras = {name: folder for name, folder in folders.items() if is_lora(folder)}

@@ -125,7 +125,9 @@ class Sequence:
             if reason is not None:
                 break
         stats, now = self.stats, time.perf_counter()
-        stats.count(len(block.guessed), len(block.tokens) - 1, max(block.guessed, default=0))
+        is_cut = kept < len(block.tokens)  # guesses behind the end of the text count for nothing
+        guessed = [depth for depth in block.guessed if depth <= kept] if is_cut else block.guessed
+        stats.count(len(guessed), kept - 1, max(guessed, default=0))
         if stats.num_tokens == 0:
             self.first_at = now
             stats.first_token_s = now - self.admitted_at

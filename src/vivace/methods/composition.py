@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from vivace.checkpoint.adapters import base_hash, load_adapter
+from vivace.checkpoint.adapters import TENSORS, base_hash, load_adapter, weights_hash
 from vivace.checkpoint.draft_vocabulary import first_of, read_vocabulary
 from vivace.checkpoint.files import OWN_DRAFT, is_linked, named_file
 from vivace.checkpoint.generation import load_eos_ids
@@ -192,6 +192,8 @@ class DraftModelSource:
     open: Callable[[], Decoder]
     is_asked: bool
     """Whether the user named it; otherwise it was found beside the model."""
+    folder: Path | None = None
+    """Its checkpoint, by which its measurements are told from another's."""
     _read: Decoder | None = field(default=None, init=False)
 
     @property
@@ -263,8 +265,8 @@ class Methods:
         if num_draft_tokens is not None and spec.no_length is not None:
             asked = f"num_draft_tokens is {num_draft_tokens}"
             raise ConfigError(f"{asked}, but method {method} {spec.no_length}; leave it out")
-        if num_draft_tokens is not None and num_draft_tokens >= DRAFT_SLACK:
-            raise ConfigError(f"num_draft_tokens is {num_draft_tokens}; a draft has at most {DRAFT_SLACK - 1} guesses")
+        if num_draft_tokens is not None and not 0 < num_draft_tokens < DRAFT_SLACK:
+            raise ConfigError(f"num_draft_tokens is {num_draft_tokens}; a draft has 1 to {DRAFT_SLACK - 1} guesses")
         key = (method, num_draft_tokens, None if quality is None else round(quality, 6))
         if key not in self._drafters:
             if (reason := spec.reason_against(self.model)) is not None:
@@ -477,3 +479,12 @@ class _Context:
     def place(self) -> str | None:
         """Return under which name measurements are kept, where this engine keeps any."""
         return self.methods.place if self.methods.remembers else None
+
+    def fingerprint(self, method: str) -> str:
+        """Return what tells the weights of a method from others."""
+        spec, second = METHODS[method], self.methods.second
+        if spec.needs_draft_model:
+            return "" if second is None or second.folder is None else base_hash(second.folder)[:8]
+        folder = self.methods.adapter_folder(spec.adapter or spec.name)
+        path = None if folder is None else folder / TENSORS
+        return "" if path is None or not path.is_file() else weights_hash(path)

@@ -132,6 +132,10 @@ class MethodContext(Protocol):
         """Return under which name measurements of this model on this machine are kept; None keeps none."""
         ...
 
+    def fingerprint(self, method: str) -> str:
+        """Return what tells the weights that a method has beside the model's from others; empty where it has none."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSpec:

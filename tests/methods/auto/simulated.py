@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vivace.core.seams import Verdict, VerifiedStep
@@ -51,6 +51,8 @@ class Machine:
     memory: KeptMeasurements | None = None
     noise: float = 0.1
     """Times are within this share of what they should be."""
+    weights: Mapping[str, str] = field(default_factory=dict)
+    """Fingerprints of the weights of drafters, by name."""
     per_call: Sequence[int] = ()
     """Steps that each drafter makes in a call, plain decoding first; one, where nothing is said."""
     now: float = 0.0
@@ -62,7 +64,7 @@ class Machine:
     def __post_init__(self) -> None:
         self.draws = random.Random(self.seed)
         named = [NoDrafts(drafter.name) for drafter in self.drafters]
-        self.auto = Adaptive(named, memory=self.memory, clock=lambda: self.now)
+        self.auto = Adaptive(named, memory=self.memory, weights=self.weights, clock=lambda: self.now)
 
     def run(self, seconds: float, regime: Regime = ONE, slow: Callable[[float], float] = lambda now: 1.0) -> float:
         """Decode for so many seconds; return the tokens per second."""

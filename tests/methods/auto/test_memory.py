@@ -16,8 +16,8 @@ import pytest
 from tests.methods.auto.simulated import Machine, Simulated
 from vivace.methods.auto.drafter import SAVE_STEPS, _keep_last
 from vivace.methods.auto.measured import Measured, Sums
-from vivace.methods.auto.memory import FILE, MOST_PLACES, KeptMeasurements, report
-from vivace.methods.auto.regime import Regime, length_class
+from vivace.methods.auto.memory import FILE, MOST_DRAFTERS, MOST_PLACES, KeptMeasurements, report
+from vivace.methods.auto.regime import Regime, length_class, nearest
 
 OWN = Simulated("own", 0.15, 0.03, 0.85)
 LOOKUP = Simulated("lookup", 0.0, 0.05, 0.5)
@@ -73,6 +73,37 @@ def test_a_new_drafter_is_measured_beside_those_that_are_known(tmp_path: Path) -
     later = Machine((LOOKUP, OWN), 1, KeptMeasurements(tmp_path, "here"))
     later.run(30)
     assert later.used[:4] == [2, 2, 2, 2], "once to warm up, which does not count, and three times"
+
+
+def test_other_weights_of_a_method_have_measurements_of_their_own(tmp_path: Path) -> None:
+    memory = KeptMeasurements(tmp_path, "here")
+    first = Machine((OWN,), memory=memory, weights={OWN.name: "aaaa"})
+    first.run(300)
+    first.auto.keep(is_last=True)
+    other = Machine((OWN,), memory=memory, weights={OWN.name: "bbbb"})
+    assert (Regime(1), 1) not in other.auto._measured
+    again = Machine((OWN,), memory=memory, weights={OWN.name: "aaaa"})
+    assert again.auto._measured[Regime(1), 1].steps == first.auto._measured[Regime(1), 1].steps
+
+
+def test_a_run_with_fewer_drafters_leaves_what_is_known_of_the_others(tmp_path: Path) -> None:
+    memory = KeptMeasurements(tmp_path, "here")
+    worked(memory)
+    before = memory.read()[Regime(1)]
+    worked(memory, LOOKUP)
+    after = memory.read()[Regime(1)]
+    assert set(after) == set(before)
+    assert after["own"][1] == before["own"][1]
+    for number in range(40):
+        assert memory.write({Regime(1): {f"own ({number})": before["own"]}})
+    assert len(memory.read()[Regime(1)]) == MOST_DRAFTERS
+
+
+def test_padded_passes_are_a_regime_of_their_own() -> None:
+    padded = Regime(1, is_padded=True)
+    assert Regime.of_key(padded.key) == padded != Regime.of_key(Regime(1).key) == Regime(1)
+    assert nearest(Regime(2), [padded]) is None
+    assert nearest(Regime(2, is_padded=True), [padded]) == padded
 
 
 def test_what_has_changed_since_is_found_out(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import atexit
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vivace.core.cache import KVCache
@@ -74,12 +74,23 @@ class Adaptive:
         *,
         plain: Drafter | None = None,
         memory: KeptMeasurements | None = None,
+        weights: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Choose among ``drafters`` and ``plain``, which drafts nothing; ``memory`` keeps measurements between runs."""
+        """Choose among ``drafters`` and ``plain``, which drafts nothing.
+
+        Args:
+            drafters: what may draft.
+            plain: plain decoding.
+            memory: keeps measurements between runs.
+            weights: fingerprints of the weights that drafters have beside the model's, by name: others of the same
+                method have measurements of their own.
+            clock: returns seconds.
+        """
         self.drafters: tuple[Drafter, ...] = (NoDrafts() if plain is None else plain, *drafters)
         self.memory = memory
         self.clock = clock
+        self._labels = [label_of(drafter, (weights or {}).get(drafter.name, "")) for drafter in self.drafters]
         self._measured: dict[tuple[Regime, int], Measured] = {}
         self._unsaved = 0
         self._saved_at: float | None = None
@@ -182,9 +193,8 @@ class Adaptive:
 
     def _recall(self, memory: KeptMeasurements) -> None:
         """Begin with what earlier runs have measured."""
-        labels = [label_of(drafter) for drafter in self.drafters]
         for regime, found in memory.read().items():
-            for index, label in enumerate(labels):
+            for index, label in enumerate(self._labels):
                 if label in found:
                     usual, steps = found[label]
                     self._measured[regime, index] = Measured(usual=usual, steps=steps, own=steps)
@@ -200,11 +210,10 @@ class Adaptive:
         is_due = self._unsaved > 0 if is_last else self._unsaved >= SAVE_STEPS and not is_early
         if self.memory is None or not is_due:
             return
-        labels = [label_of(drafter) for drafter in self.drafters]
         kept = {
             regime: {
                 label: (arm.usual, arm.steps)
-                for index, label in enumerate(labels)
+                for index, label in enumerate(self._labels)
                 if (arm := self._measured.get((regime, index))) is not None and arm.own
             }
             for regime in self._regimes()
@@ -219,10 +228,13 @@ def _keep_last(adaptive: weakref.ref[Adaptive]) -> None:
         found.keep(is_last=True)
 
 
-def label_of(drafter: Drafter) -> str:
-    """Return the name of a drafter with the plan that it drafts by: another plan has other measurements."""
+def label_of(drafter: Drafter, weights: str = "") -> str:
+    """Return the name of a drafter with the plan that it drafts by and a fingerprint of its weights: with others it has
+    other measurements.
+    """
     plan = getattr(drafter, "plan", None)
-    return drafter.name if plan is None else f"{drafter.name}, {plan.label}"
+    label = drafter.name if plan is None else f"{drafter.name}, {plan.label}"
+    return f"{label} ({weights})" if weights else label
 
 
 class AdaptiveState:

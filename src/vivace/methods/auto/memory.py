@@ -31,6 +31,8 @@ FILE = "auto.json"
 FORMAT = 1
 MOST_PLACES = 32
 """Places that the file keeps: those that were written last."""
+MOST_DRAFTERS = 32
+"""Drafters of a regime that the file keeps, likewise: weights that are trained again are others."""
 Regimes = Mapping[Regime, Mapping[str, tuple[Sums, int]]]
 """By regime and drafter: its usual sums, and how many steps are behind them."""
 
@@ -49,7 +51,7 @@ class KeptMeasurements:
         return self._regimes(self._places())
 
     def write(self, regimes: Regimes) -> bool:
-        """Put measurements in place of those that the file has of these regimes.
+        """Put measurements in place of those that the file has of these drafters in these regimes.
 
         Returns:
             Whether there is nothing left to do; False where another process is writing now.
@@ -58,7 +60,7 @@ class KeptMeasurements:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._alone():
                 places = self._places()
-                known = {**self._regimes(places), **regimes}
+                known = _joined(self._regimes(places), regimes)
                 places.pop(self.place, None)
                 places[self.place] = {regime.key: _written(arms) for regime, arms in known.items()}
                 for oldest in list(places)[:-MOST_PLACES]:
@@ -114,6 +116,16 @@ class KeptMeasurements:
         if not self._is_told:
             self._is_told = True
             log.warning("%s", line)
+
+
+def _joined(old: Regimes, new: Regimes) -> dict[Regime, dict[str, tuple[Sums, int]]]:
+    """Return old measurements with new ones in their place; those that are new stand at the end."""
+    found = {}
+    for regime in {**old, **new}:
+        own = new.get(regime, {})
+        arms = {**{name: arm for name, arm in old.get(regime, {}).items() if name not in own}, **own}
+        found[regime] = dict(list(arms.items())[-MOST_DRAFTERS:])
+    return found
 
 
 def report(memory: KeptMeasurements) -> str:

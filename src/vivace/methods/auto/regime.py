@@ -23,17 +23,20 @@ class Regime:
     """Whether tokens of some sequence are drawn, or processed before they are chosen."""
     length: int = 0
     """Class of the mean length of the texts (``length_class``)."""
+    is_padded: bool = False
+    """Whether passes are padded to a number of rows (``exact``), which takes longer and other steps."""
 
     @property
     def label(self) -> str:
         """Return a short description for users."""
         texts = "" if self.length < 2 else f", texts of {SHORT << 2 * (self.length - 1)} tokens and more"
-        return f"batch {self.batch}{', drawn' if self.is_drawn else ''}{texts}"
+        return f"batch {self.batch}{', drawn' if self.is_drawn else ''}{', exact' if self.is_padded else ''}{texts}"
 
     @property
     def key(self) -> str:
         """Return the regime as a file names it."""
-        return f"{self.batch} {'drawn' if self.is_drawn else 'greedy'} {self.length}"
+        padded = " padded" if self.is_padded else ""
+        return f"{self.batch} {'drawn' if self.is_drawn else 'greedy'} {self.length}{padded}"
 
     @staticmethod
     def of_key(key: str) -> Regime:
@@ -42,10 +45,10 @@ class Regime:
         Raises:
             ValueError: it names none.
         """
-        batch, kind, length = key.split(" ")
-        if kind not in ("drawn", "greedy") or int(batch) < 1:
+        batch, kind, length, *rest = key.split(" ")
+        if kind not in ("drawn", "greedy") or int(batch) < 1 or rest not in ([], ["padded"]):
             raise ValueError(f"no regime {key!r}")
-        return Regime(int(batch), kind == "drawn", int(length))
+        return Regime(int(batch), kind == "drawn", int(length), bool(rest))
 
 
 def length_class(tokens: float) -> int:
@@ -57,7 +60,8 @@ def regime_of(context: Context) -> Regime:
     """Return the regime of a step."""
     slots = context.slots
     mean = sum(context.cache.lengths[slot] for slot in slots) / len(slots)
-    return Regime(len(slots), not context.distribution.is_greedy(slots), length_class(mean))
+    is_drawn, is_padded = not context.distribution.is_greedy(slots), context.cache.row_count > 1
+    return Regime(len(slots), is_drawn, length_class(mean), is_padded)
 
 
 def nearest(regime: Regime, others: Sequence[Regime]) -> Regime | None:
@@ -65,6 +69,7 @@ def nearest(regime: Regime, others: Sequence[Regime]) -> Regime | None:
     near = {}
     for other in others:
         ratio = max(other.batch, regime.batch) / min(other.batch, regime.batch)
-        if ratio <= NEAR and other.is_drawn == regime.is_drawn:
+        is_alike = (other.is_drawn, other.is_padded) == (regime.is_drawn, regime.is_padded)
+        if ratio <= NEAR and is_alike:
             near[other] = (ratio, abs(other.length - regime.length))
     return min(near, key=near.__getitem__, default=None)

@@ -17,7 +17,10 @@ def _auto(context: MethodContext) -> Drafter:
 
     plain, tried = context.drafters()
     place = context.place()
-    return Adaptive(tried, plain=plain, memory=None if place is None else KeptMeasurements(cache_folder(), place))
+    if place is None:
+        return Adaptive(tried, plain=plain)
+    weights = {drafter.name: context.fingerprint(drafter.name) for drafter in tried}
+    return Adaptive(tried, plain=plain, memory=KeptMeasurements(cache_folder(), place), weights=weights)
 
 
 AUTO = MethodSpec(

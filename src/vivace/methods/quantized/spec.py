@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vivace.methods.spec import ConfigReader, MethodContext, MethodSpec, Stored, draft_head, with_length
@@ -35,7 +36,8 @@ def _quantized_with_lookup(context: MethodContext) -> Drafter:
     from vivace.decode.lookup import PromptLookup
     from vivace.methods.quantized.drafter import LOOKUP
 
-    return _quantized(context, PromptLookup(LOOKUP))
+    length = LOOKUP.num_draft_tokens if context.length is None else context.length
+    return _quantized(context, PromptLookup(replace(LOOKUP, num_draft_tokens=length)))
 
 
 def _why_not(model: Decoder) -> str | None:
