@@ -174,3 +174,19 @@ def test_a_checkpoint_must_say_how_texts_begin(folder: Path, tmp_path: Path) -> 
     (tmp_path / "generation_config.json").write_text(json.dumps({"bad_words_ids": [[1, 2]]}))
     with pytest.raises(UnsupportedError, match="bad_words_ids of several tokens"):
         vivace.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_sources_that_do_not_fit_together_wait_for_each_other(kind: str, num_beams: int, tmp_path: Path) -> None:
+    folder = make(tmp_path / kind, kind)
+    sources = [list(range(5, 19 + 4 * place)) for place in range(12)]
+    how: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "do_sample": False, "num_beams": num_beams}
+    free = vivace.load(folder, attention="shared")
+    wanted = [answer.token_ids for answer in free.generate(sources, **how)]
+    alone = vivace.load(folder, attention="shared")
+    alone.generate(sources[-1], **how)
+    room = 2 * alone.memory.most_taken_bytes
+    assert room < free.memory.most_taken_bytes, "they do not all fit"
+    tight = vivace.load(folder, attention="shared", memory=free.memory.held_bytes + room)
+    assert [answer.token_ids for answer in tight.generate(sources, **how)] == wanted

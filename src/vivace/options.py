@@ -130,8 +130,8 @@ class Options:
     stop_strings: str | Sequence[str] | None = None
     ignore_eos: bool = False
     seed: int = 0
-    """Of the random numbers of every prompt: the same seed gives the same text. It is not None; for another text every
-    time, draw it.
+    """Of the random numbers of every prompt: the same seed gives the same text, with method ``auto`` where guesses are
+    not drawn (docs/losslessness.md). It is not None; for another text every time, draw it.
     """
     method: str = "auto"
     adapter: str | Sequence[str | None] | None = None

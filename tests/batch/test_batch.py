@@ -258,3 +258,36 @@ def test_files_that_cannot_be(engine: vivace.Engine, tmp_path: Path) -> None:
         answer_file(engine, path, tmp_path, options, num_workers=0)
     with pytest.raises(ConfigError, match="batch_tokens must be at least 1"):
         answer_file(engine, path, output, options, num_workers=0, batch_tokens=0)
+
+
+def test_what_changes_answers_beside_the_weights_does_not_continue_a_run(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    folder, options = make_checkpoint(tmp_path / "model"), Options.of({"max_new_tokens": 2})
+    for name, changed in (
+        ("generation_config.json", '{"eos_token_id": 0, "num_beams": 3}'),
+        ("chat_template.jinja", "always the same"),
+    ):
+        output = source.with_name(f"{name}.txt")
+        with monkeypatch.context() as patch:
+            patch.setattr(runs, "_write", full_disk)
+            with pytest.raises(OSError, match="the disk is full"):
+                answer_file(vivace.load(folder), source, output, options, num_workers=0)
+        (folder / name).write_text(changed)
+        with pytest.raises(ConfigError, match="was begun with other settings"):
+            answer_file(vivace.load(folder), source, output, options, num_workers=0)
+
+
+def test_a_wrong_line_of_a_later_window_loses_no_answer(
+    engine: vivace.Engine, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "WINDOW", 8)
+    source.write_text("\n".join([*LINES[:8], "word " * 400]) + "\n", encoding="utf-8")
+    output = source.with_name("out.txt")
+    with pytest.raises(CapacityError, match="line 9"):
+        answer_file(engine, source, output, Options.of(SETTINGS), num_workers=1, batch_tokens=200)
+    journal = output.with_name(".out.txt.batch").read_text(encoding="utf-8")
+    assert len(journal.splitlines()) == 1 + 8

@@ -76,6 +76,9 @@ def test_what_does_not_fit_is_one_line(trained: Path, tmp_path: Path) -> None:
         train_seq2seq(replace(RECIPE, held_back=99), PROMPTS, tmp_path, QUIET)
     with pytest.raises(MismatchError):
         train_seq2seq(replace(RECIPE, smoothing=0.3), PROMPTS, trained, QUIET)
+    others = [replace(prompt, references=("quite another",)) for prompt in PROMPTS]
+    with pytest.raises(MismatchError, match="another recipe"):
+        train_seq2seq(RECIPE, others, trained, QUIET)
     make_checkpoint(tmp_path / "llama")
     with pytest.raises(UnsupportedError, match="without an encoder"):
         train_seq2seq(RECIPE, PROMPTS, tmp_path / "x", QUIET, tmp_path / "llama")

@@ -85,6 +85,9 @@ def test_a_finished_run_is_not_trained_again(checkpoint: Path, tmp_path: Path) -
     train_beside(RECIPE, vivace.load(checkpoint, kernels="torch"), WORDS, out, Lines(notes.append))
     assert (out / "adapter_model.safetensors").read_bytes() == first
     assert any("resumed after step 8" in note for note in notes)
+    others = [replace(row, references=("quite another",)) for row in WORDS]
+    with pytest.raises(MismatchError, match="another recipe"):
+        train_beside(RECIPE, vivace.load(checkpoint, kernels="torch"), others, out, Lines(notes.append))
 
 
 def test_regenerated_answers_go_on_after_a_cut(checkpoint: Path, tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vivace.batch.journal import Journal
+from vivace.batch.journal import Journal, digest
 from vivace.batch.pool import TokenizerPool, wait
 from vivace.checkpoint.adapters import base_hash
+from vivace.checkpoint.files import VOCABULARIES
 from vivace.decode.request import Emitted, Request
 from vivace.engine import Engine, Options
 from vivace.errors import ConfigError, CorruptError, NotFoundError, UnsupportedError, UsageError
@@ -119,7 +120,10 @@ def answer_file(
         raise ConfigError(f"{output} would replace the prompts; name another file for the answers")
     started = time.perf_counter()
     prompts = read_prompts(source)
-    journal = Journal(output, {"model": str(engine.folder), "weights": _weights(engine), **(settings or {})})
+    beside = {"defaults": digest({key: str(value) for key, value in sorted(engine.defaults.items())})}
+    beside["texts"] = digest({path.name: path.read_text("utf-8", "replace") for path in _text_files(engine.folder)})
+    known = {"model": str(engine.folder), "weights": _weights(engine), **beside, **(settings or {})}
+    journal = Journal(output, known)
     left = [(line, prompt) for line, prompt in enumerate(prompts, 1) if journal.answer(line, prompt) is None]
     run = _BatchRun(engine, options, journal, batch_tokens)
     texts = TokenizerPool(
@@ -136,6 +140,12 @@ def answer_file(
         texts.close()
         journal.close(delete=is_written)
     return Summary(len(prompts), len(prompts) - len(left), run.num_tokens, time.perf_counter() - started)
+
+
+def _text_files(folder: Path) -> list[Path]:
+    """Return the files by which text becomes tokens: tokenizer and chat template."""
+    names = (*VOCABULARIES, "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+    return [folder / name for name in names if (folder / name).is_file()]
 
 
 def _weights(engine: Engine) -> list[str]:
@@ -155,7 +165,15 @@ class _BatchRun:
         self._waiting: deque[tuple[list[_Asked], list[Emitted], list[tuple[int, ...]], Future[list[str]]]] = deque()
 
     def answered(self, left: Sequence[tuple[int, Any]], texts: TokenizerPool) -> Iterator[int]:
-        """Answer prompts, and yield how many more are in the journal."""
+        """Answer prompts, and yield how many more are in the journal; what is decoded is kept where a line is wrong."""
+        try:
+            yield from self._answered(left, texts)
+        except UsageError:
+            while self._waiting:
+                self._keep()
+            raise
+
+    def _answered(self, left: Sequence[tuple[int, Any]], texts: TokenizerPool) -> Iterator[int]:
         windows = [left[at : at + WINDOW] for at in range(0, len(left), WINDOW)]
         ahead = [self._tokenized(texts, windows[0])] if windows else []
         for place, window in enumerate(windows):

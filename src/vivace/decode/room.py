@@ -7,7 +7,7 @@ memory ends, the youngest gives back what it has, keeps its tokens, and is read 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from vivace.core.cache import KVCache
@@ -18,6 +18,9 @@ from vivace.decode.request import Emitted, Request
 from vivace.decode.sequence import Sequence
 from vivace.decode.stats import DecodeStats
 from vivace.errors import UnsupportedError
+
+Give = Callable[[Sequence, int], None]
+"""Gives a sequence blocks up to an entry, or raises ``RequestFailed``."""
 
 
 class Waiting(NamedTuple):
@@ -127,6 +130,10 @@ class Room:
         growing = [s for s in live if self._cache.reach(s.slot) < s.num_entries]
         return sum(self._cache.slot_bytes(1) + s.request.drafter.text_bytes(1) for s in growing)
 
+    def can_wait(self, sequence: Sequence) -> bool:
+        """Return whether a sequence may give back what it has and begin again: not one that is pinned and has begun."""
+        return not (sequence.is_pinned and self._cache.lengths[sequence.slot])
+
     def give(self, sequence: Sequence, stop: int) -> None:
         """Give a sequence the blocks of its entries up to ``stop - 1``, in its drafter's own cache too.
 
@@ -136,3 +143,13 @@ class Room:
         with blaming(sequence.slot, "taking memory for it"):
             for state in (self._cache, sequence.drafting):
                 state.extend([sequence.slot], [stop])
+
+    def give_source(self, sequence: Sequence, stop: int) -> None:
+        """Give a sequence the blocks of what it reads of its source, whose entries are 0 to ``stop - 1``.
+
+        Raises:
+            RequestFailed: there is no memory for them now.
+        """
+        assert self._cache.beside is not None
+        with blaming(sequence.slot, "taking memory for its source"):
+            self._cache.beside.extend([sequence.slot], [stop])

@@ -31,7 +31,7 @@ from vivace.decode.memory import DRAFT_SLACK, WIDEST_DRAFT, MemoryBudget
 from vivace.decode.prefix import CHUNK
 from vivace.decode.prompt_reader import PromptReader, num_unread
 from vivace.decode.request import Emitted, Request
-from vivace.decode.room import Room, Waiting
+from vivace.decode.room import Give, Room, Waiting
 from vivace.decode.sequence import Block, Sequence, blocks_of, by_drafting, count_exits
 from vivace.decode.stats import DecodeStats
 from vivace.decode.verify import children_of
@@ -219,7 +219,8 @@ class Session:
         """
         emitted = self._fill_slots()
         while unread := self._prompts.without_source(self._live.values()):
-            emitted += self._apart(unread, self._read_sources)
+            ready, failed = self._make_room({s: len(s.request.source or ()) for s in unread}, self.room.give_source)
+            emitted += failed + self._apart(ready, self._read_sources)
         if filling := self._prompts.next(self._live.values()):
             ready, failed = self._make_room({s: s.pieces[0].stop for s in filling})
             emitted += failed + self._apart(ready, self._prefill)
@@ -235,25 +236,24 @@ class Session:
             emitted += self._apart([s for s in ready if s.search is not None], self._search)
         return emitted
 
-    def _make_room(self, stops: dict[Sequence, int]) -> tuple[list[Sequence], list[Emitted]]:
-        """Give sequences the blocks that their next pass may write to, the oldest first.
+    def _make_room(self, stops: dict[Sequence, int], give: Give | None = None) -> tuple[list[Sequence], list[Emitted]]:
+        """Give sequences the blocks that their next pass may write to, the oldest first; return those that can go on,
+        in their order, and the last events of those that failed.
 
         Where memory ends the youngest gives back what it has and waits; one that is alone and finds none fails.
 
         Args:
             stops: of each sequence, one past the last entry that is written.
-
-        Returns:
-            The sequences that can go on, in their order, and the last events of those that failed.
+            give: gives them; None is ``Room.give``, for entries of texts.
         """
         failed: list[Emitted] = []
         for sequence in sorted(stops, key=lambda s: s.id):
             while self._live.get(sequence.slot) is sequence:
                 try:
-                    self.room.give(sequence, stops[sequence])
+                    (give or self.room.give)(sequence, stops[sequence])
                     break
                 except RequestFailed as failure:
-                    younger = [s for s in self._live.values() if s.id >= sequence.id and not s.is_pinned]
+                    younger = [s for s in self._live.values() if s.id >= sequence.id and self.room.can_wait(s)]
                     if not isinstance(failure.error, BusyError) or not younger or len(self._live) == 1:
                         failed.append(self._fail(sequence, failure.error))
                     else:

@@ -44,7 +44,7 @@ from vivace.train.memory import MemoryEstimate, estimate_memory, require_memory
 from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Report
 from vivace.train.resume import STATE
-from vivace.train.variation import Pair
+from vivace.train.variation import Pair, digest_of
 
 NUM_MEASURED = 24
 """Number of held-back prompts on which the result of a training is timed."""
@@ -309,9 +309,9 @@ class TrainContext:
         )
 
     def plan_text(self, base: str) -> str:
-        """Return a text of the recipe, base and number of rows, which a resumed run must have as well."""
-        rows = len(self.held_back) + len(self.train) + len(self.calibration)
-        plan = {"recipe": asdict(self.recipe), "base": base, "rows": rows}
+        """Return a text of the recipe, base and rows, which a resumed run must have as well."""
+        rows = [*self.held_back, *self.train, *self.calibration]
+        plan = {"recipe": asdict(self.recipe), "base": base, "rows": len(rows), "data": digest_of(rows)}
         if self.answers is not None:
             plan["answers"] = self.answers.digest
         return json.dumps(plan, sort_keys=True)

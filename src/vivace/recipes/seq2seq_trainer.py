@@ -36,7 +36,7 @@ from vivace.train.optim import Optimiser, OptimiserConfig
 from vivace.train.report import Report
 from vivace.train.source_data import SourceBatch, SourceRow, SourceRows
 from vivace.train.teacher_forcing import TeacherForcing
-from vivace.train.variation import Pair, Variation, copying_exercises
+from vivace.train.variation import Pair, Variation, copying_exercises, digest_of
 
 _DEFAULTS = "generation_config.json"
 
@@ -81,7 +81,8 @@ def train_seq2seq(
     rows = SourceRows(tokenizer, int(start), recipe.longest_source, recipe.longest, place)
     held_back = rows.batches(pairs[: recipe.held_back], recipe.tokens_per_batch)
     batches = _batches(recipe, rows, pairs[recipe.held_back :])
-    plan = json.dumps({"recipe": asdict(recipe), "rows": len(pairs), "base": str(base or "")}, sort_keys=True)
+    known = {"recipe": asdict(recipe), "rows": len(pairs), "data": digest_of(pairs), "base": str(base or "")}
+    plan = json.dumps(known, sort_keys=True)
     config = TrainConfig(recipe.loop, _rates(recipe, base), recipe.seed, plan)
     objective = TeacherForcing(model, smoothing=recipe.smoothing)
     _check_memory(recipe, model, objective, config.optimiser, report)

@@ -34,7 +34,7 @@ from vivace.train.memory import estimate_memory, require_memory
 from vivace.train.next_token import NextToken
 from vivace.train.optim import Optimiser
 from vivace.train.report import Report
-from vivace.train.variation import Pair, Variation, copying_exercises
+from vivace.train.variation import Pair, Variation, copying_exercises, digest_of
 
 _DEFAULTS = "generation_config.json"
 
@@ -75,7 +75,8 @@ def train_whole(
     tokenizer, source = _tokenizer(decoder, pairs, out, base)
     rows = Rows(tokenizer, decoder.longest, place)
     held_back = rows.batches(pairs[: decoder.held_back], decoder.tokens_per_batch)
-    plan = json.dumps({"recipe": asdict(recipe), "rows": len(pairs), "base": str(base or "")}, sort_keys=True)
+    known = {"recipe": asdict(recipe), "rows": len(pairs), "data": digest_of(pairs), "base": str(base or "")}
+    plan = json.dumps(known, sort_keys=True)
     model = _first_model(decoder, tokenizer, base).to(place)
     for number, stage in enumerate(decoder.stages):
         if stage.places:

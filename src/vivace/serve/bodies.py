@@ -213,7 +213,7 @@ class GenerationBody(Body):
         None,
         ge=-(2**63),
         lt=2**63,
-        description="The same seed gives the same text; left out, or -1: a new one every time.",
+        description="The same seed gives the same text (`auto`: docs/losslessness.md); left out, or -1: a new one.",
     )
     stream: bool = Field(
         False, description="Send server-sent events; tokens that are accepted together are in one event."

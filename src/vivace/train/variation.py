@@ -12,6 +12,7 @@ All random choices come from a generator that the caller seeds for each epoch, s
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,15 @@ from vivace.errors import ConfigError
 
 Pair = tuple[str, str]
 """Prompt and answer, both as text."""
+
+
+def digest_of(pairs: Iterable[tuple[object, object]]) -> str:
+    """Return sixteen hexadecimal digits that tell pairs of prompt and answer, in their order, from others."""
+    digest = hashlib.blake2b(digest_size=8)
+    for pair in pairs:
+        digest.update(repr(pair).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
 
 _WORD = re.compile(r"\w+")
 _BORROWED = re.compile(r"(?<!\w)[A-Z][a-z]{2,9}(?!\w)")
