@@ -83,6 +83,8 @@ SHARED = (
 FACTS = "training.json"
 PLANS = "chat_plans.json"
 EXITS = "exits.json"
+ABOUT = "about.json"
+"""File in ``--runs`` that says, by system, what else it learnt from than the others."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     return {
         **{"provenance": origin, "kernels": base.kernels.name, "threads": torch.get_num_threads()},
         **({} if given.answers is None else {"answers": _counted(given.answers)}),
+        "about": json.loads((runs / ABOUT).read_text(encoding="utf-8")) if (runs / ABOUT).is_file() else {},
         "exits": json.loads((runs / EXITS).read_text(encoding="utf-8")),
         **{"tokens": given.max_new_tokens, "model": base.folder.name, "trainings": training},
         **{"adapters": {name: _config(folder)["plan"] for name, folder in rounded.items()}, "report": report},
@@ -294,6 +297,7 @@ def tables(folder: Path) -> str:
             + captions.others({"others_cpu_share": busy})
             + f". {different} texts differ from plain decoding's."
         )
+        parts += [f"`{system}`: {text}." for system, text in written.get("about", {}).items()]
         parts.append(table(("system", "learnt from", "drafts", *names, "mean", "tokens a pass"), rows))
         parts.append("How often the untrained head names the model's token after so many of its layers:")
         parts.append(table(tuple(written["exits"]), [tuple(f"{share:.2f}" for share in written["exits"].values())]))

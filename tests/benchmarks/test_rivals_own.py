@@ -122,6 +122,9 @@ def test_a_row_is_a_system_and_a_column_a_category(tmp_path: Path) -> None:
     text = rivals_own.tables(tmp_path)
     learnt = "trained for 1.0 minutes of a processor each on answers to prompts that the model drew"
     assert f"{learnt}; `quantized` rounded one by one (`one.json`)" in text
+    written["about"] = {"multirate-gpu": "learnt on a GPU"}
+    (tmp_path / "one.json").write_text(json.dumps(written))
+    assert "\n\n`multirate-gpu`: learnt on a GPU.\n\n" in rivals_own.tables(tmp_path)
     written["answers"] = {"answers": 1600, "given": 900, "tokens": 20000}
     (tmp_path / "one.json").write_text(json.dumps(written))
     assert "each on 1,600 answers of 20,000 tokens, 900 of them to prompts of" in rivals_own.tables(tmp_path)
