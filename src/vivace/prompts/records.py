@@ -168,6 +168,8 @@ def _parse(line: str, settings: Collection[str]) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read (lists or objects lie too deep within one another)") from error
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {_kind(row)}")
     for key in row:
