@@ -70,7 +70,7 @@ def load_prompts(
         raise NotFoundError(f"prompt file {source}: no such file; a prompt file holds one JSON object a line")
     opener = gzip.open if source.suffix == ".gz" else open
     try:
-        with opener(source, "rt", encoding="utf-8") as stream:
+        with opener(source, "rt", encoding="utf-8-sig") as stream:
             lines = stream.read().split("\n")  # not at U+2028 and the like, which may stand in a text
     except UNREADABLE as error:
         raise CorruptError(f"prompt file {source}: not readable as UTF-8 text ({error})") from error
