@@ -101,6 +101,6 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
             taken = [format_bytes(one[name]) if one[name] else "-" for name in ("cross_cache_bytes", "peak_bytes")]
             ratio = f"{ours / one['inputs_per_s']:.2f}x"
             other = f"{one['num_different']} of {report['setting']['num_prompts']}"
-            shares = shares_of(one["parts_s"]) or "-"
+            shares = shares_of(one["parts_s"])
             rows.append((size, f"{one['system']}, {one['dtype']}", *speeds, ratio, other, *taken, shares))
     return rows

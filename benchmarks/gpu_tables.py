@@ -71,8 +71,8 @@ def _series(stem: str, written: Mapping[str, Any]) -> list[str]:
     caption = (
         f"**{written['model']}** on one {written['provenance']['device']} (`{stem}.json`): {len(systems)} drafters "
         f"trained in turn by `benchmarks.rivals own` for {minutes * 60:.0f} s of the GPU each, with "
-        f"`{' '.join(f'{name}={value}' for name, value in written['values'].items())}`, on {answers['tokens']:,} tokens "
-        f"of its own answers to {answers['prompts']:,} prompts of use, written in {answers['seconds']:.0f} s. "
+        f"`{' '.join(f'{name}={value}' for name, value in written['values'].items())}`, on {answers['tokens']:,} "
+        f"tokens of its own answers to {answers['prompts']:,} prompts of use, written in {answers['seconds']:.0f} s. "
         f"{_machine(written['provenance'])}."
     )
     rows = [

@@ -110,7 +110,7 @@ def custom_generate(
         keep: how many of their tokens go on then.
         min_prompt: shortest prompt of which tokens are left out.
         decode_keep: share of the tokens that each new one reads, while those left out may come back.
-        model_kwargs: arguments of the forward pass; only the attention mask and the encoder's output are used.
+        model_kwargs: arguments of the forward pass; only attention masks and the encoder's output are used.
 
     Returns:
         (B, T + new) ids padded on the right, or ``GenerateDecoderOnlyOutput`` with a further field
@@ -127,6 +127,11 @@ def custom_generate(
         count = len(batch.input_ids)
         raise UnsupportedError(f"stream takes the tokens of one row, and there are {count}; leave it out")
     methods = _methods(model, adapter, kernels)
+    if _has_encoder(model) and any(batch.padding) and methods.model.config.positions != "relative":
+        raise UnsupportedError(
+            "decoder_attention_mask has zeros, and this model counts positions from the first token; pass texts of one "
+            "length without padding"
+        )
     criteria = _Criteria.of(stopping_criteria)
     prefills = _prefills(model, Reading(prefill, keep, min_prompt, decode_keep), batch, method, beams)
     seeds = torch.randint(0, 2**31, (len(batch.input_ids),)).tolist()
@@ -140,7 +145,9 @@ def custom_generate(
             sampling=Sampling(do_sample=bool(generation_config.do_sample)),
             stop=StopRule(end_tokens=criteria.end_tokens, criterion=criteria.criterion(ids)),
             seed=seeds[row],
-            processors=tuple(_of_row(processor, row * batch.width, ids[:padded]) for processor in logits_processor),
+            processors=tuple(
+                _of_row(processor, row * batch.width, len(input_ids), ids[:padded]) for processor in logits_processor
+            ),
             beams=beams,
             source=batch.sources[row],
         )
@@ -175,17 +182,15 @@ class _Called:
 
     @staticmethod
     def of(model: Any, input_ids: Tensor, width: int, prepared: dict[str, Any]) -> _Called:
-        """Take every ``width``-th row; ``prepared`` has the attention mask and the encoder's output."""
+        """Take every ``width``-th row; ``prepared`` has attention masks and the encoder's output."""
         rows = input_ids[::width]
-        if _has_encoder(model):
-            return _Called(rows, width, [0] * len(rows), _sources(prepared, width))
-        mask = prepared.get("attention_mask")
+        name = "decoder_attention_mask" if _has_encoder(model) else "attention_mask"
+        mask = prepared.get(name)
         if mask is not None and bool((mask.long().diff() < 0).any()):
-            raise UnsupportedError(
-                "attention_mask has zeros behind ones; pad prompts on the left (padding_side='left')"
-            )
+            raise UnsupportedError(f"{name} has zeros behind ones; pad prompts on the left (padding_side='left')")
         padding = [0 if mask is None else int((mask[place * width] == 0).sum()) for place in range(len(rows))]
-        return _Called(rows, width, padding, [None] * len(rows))
+        sources = _sources(prepared, width) if _has_encoder(model) else [None] * len(rows)
+        return _Called(rows, width, padding, sources)
 
 
 def _method(model: Any, asked: str, beams: BeamPlan | None) -> str:
@@ -303,8 +308,10 @@ def _tell(model: Any, what: str) -> None:
         log.warning(what)
 
 
-def _of_row(processor: Any, row: int, padding: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a prepared processor for one row of the batch; it is called with the row's padding put in front."""
+def _of_row(processor: Any, row: int, num_rows: int, padding: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a prepared processor for one of ``num_rows`` rows of the batch, those repeated for beams counted; it is
+    called with the row's padding put in front.
+    """
     from transformers import generation
 
     ignored = getattr(processor, "prompt_ignore_length", None)
@@ -314,6 +321,14 @@ def _of_row(processor: Any, row: int, padding: Tensor) -> Callable[[Tensor, Tens
     if isinstance(processor, generation.PrefixConstrainedLogitsProcessor):  # its function is told the row
         allowed, place = processor._prefix_allowed_tokens_fn, row // processor._num_beams
         processor = generation.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(place, ids), 1)
+    if isinstance(processor, generation.EncoderRepetitionPenaltyLogitsProcessor):  # it has the ids of all sources
+        processor, every = copy.copy(processor), processor.encoder_input_ids
+        place = row * len(every) // num_rows
+        processor.encoder_input_ids = every[place : place + 1]
+    if isinstance(processor, generation.EncoderNoRepeatNGramLogitsProcessor):  # it has the n-grams of all sources
+        place = row * processor.batch_size // num_rows
+        processor = copy.copy(processor)
+        processor.generated_ngrams, processor.batch_size = processor.generated_ngrams[place : place + 1], 1
     return lambda ids, scores: processor(torch.cat((padding[None].to(ids), ids), 1), scores)
 
 

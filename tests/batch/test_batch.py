@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -230,6 +231,37 @@ def test_material_is_marked_as_elsewhere(engine: vivace.Engine, monkeypatch: pyt
     [tokens] = pool._tokens([turns], raw=False)
     assert tokens == engine.tokenizer.encode_prompt(with_material(turns, engine.tokenizer))
     assert "[[material 1]]" in engine.tokenizer.decode(cast("list[int]", tokens))
+
+
+@pytest.mark.parametrize("name", ["out.txt", "out.jsonl"])
+def test_packed_files_have_what_plain_ones_have(engine: vivace.Engine, source: Path, name: str) -> None:
+    packed = source.with_name("in.txt.gz")
+    packed.write_bytes(gzip.compress(source.read_bytes()))
+    assert read_prompts(packed) == LINES
+    outputs = [source.with_name(name), source.with_name(f"{name}.gz")]
+    for asked, output in zip([source, packed], outputs, strict=True):
+        answer_file(engine, asked, output, Options.of(SETTINGS), num_workers=0)
+    assert gzip.decompress(outputs[1].read_bytes()) == outputs[0].read_bytes()
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(CorruptError, match="not readable as packed text"):
+        read_prompts(packed)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+    for name, content in {"in.txt": b"one\r\ntwo\r\n", "in.jsonl": b'{"prompt": "one"}\n{"prompt": "two"}\n'}.items():
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + content))
+        assert read_prompts(tmp_path / name) == read_prompts(tmp_path / f"{name}.gz") == ["one", "two"]
+    (tmp_path / "in.txt").write_bytes(b"\xef\xbb\xbfa\n\xff\n")
+    with pytest.raises(CorruptError, match="line 2: not UTF-8 text"):
+        read_prompts(tmp_path / "in.txt")
+
+
+def test_further_texts_of_a_search_need_a_file_that_holds_them(engine: vivace.Engine, source: Path) -> None:
+    output, options = source.with_name("out.txt"), Options.of(SETTINGS | {"num_return_sequences": 2})
+    with pytest.raises(ConfigError, match=r"num_return_sequences 2 has no place in .*out\.txt, .*name a \.jsonl file"):
+        answer_file(engine, source, output, options, num_workers=0)
+    assert [path.name for path in source.parent.iterdir()] == ["in.txt"]
 
 
 def test_files_that_cannot_be(engine: vivace.Engine, tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from vivace.checkpoint.generation import load_eos_ids, load_generation_defaults
 from vivace.errors import ConfigError, CorruptError, UnsupportedError
@@ -100,3 +102,50 @@ def test_end_of_text(llama: Path) -> None:
     assert load_eos_ids(settings(llama)) == (9,)
     (llama / "generation_config.json").unlink()
     assert load_eos_ids(llama) == (9,)
+
+
+IN_CONFIG = {
+    **{"do_sample": True, "repetition_penalty": 1.3, "num_return_sequences": 2, "num_beams": 3, "min_length": 4},
+    **{"length_penalty": 2.0, "early_stopping": True, "no_repeat_ngram_size": 2, "bad_words_ids": [[7]]},
+    **{"max_length": 40, "temperature": 0.7, "top_k": 12, "top_p": 0.8, "min_p": 0.1, "forced_eos_token_id": 0},
+}
+
+
+def in_config(folder: Path, **values: object) -> Path:
+    """Leave a checkpoint without ``generation_config.json``, with settings in ``config.json``."""
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+    return folder
+
+
+def theirs_of(folder: Path) -> Any:
+    """Return the settings that a model of transformers gets when there is no ``generation_config.json``."""
+    return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
+
+
+@pytest.mark.parametrize("has_encoder", [False, True])
+def test_without_the_file_config_says_what_transformers_reads_there(llama: Path, has_encoder: bool) -> None:
+    theirs = theirs_of(in_config(llama, **IN_CONFIG, epsilon_cutoff=None))
+    found = load_generation_defaults(in_config(llama, is_encoder_decoder=has_encoder))
+    assert set(found) == set(IN_CONFIG)
+    for name, value in found.items():
+        assert json.loads(json.dumps(value)) == getattr(theirs, name) == IN_CONFIG[name], name
+    assert load_generation_defaults(settings(llama)) == {}, "the file counts, even if nothing stands in it"
+
+
+def test_an_inner_part_of_config_says_what_the_outer_leaves_open(llama: Path) -> None:
+    inner = {"repetition_penalty": 1.5, "num_beams": 2}
+    in_config(llama, num_beams=4, repetition_penalty=None, text_config=inner, is_encoder_decoder=False)
+    theirs = theirs_of(llama)
+    assert (theirs.num_beams, theirs.repetition_penalty) == (4, 1.5)
+    assert load_generation_defaults(llama) == {"num_beams": 4, "repetition_penalty": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("suppress_tokens", [3]), ("encoder_no_repeat_ngram_size", 2), ("typical_p", 0.5)]
+)
+@pytest.mark.parametrize("has_encoder", [False, True])
+def test_what_we_do_not_do_is_refused_in_config_too(llama: Path, name: str, value: object, has_encoder: bool) -> None:
+    with pytest.raises(UnsupportedError, match=rf"^config\.json asks for {name} = "):
+        load_generation_defaults(in_config(llama, is_encoder_decoder=has_encoder, **{name: value}))

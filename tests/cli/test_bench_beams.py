@@ -10,7 +10,7 @@ import pytest
 
 from tests.test_encoder_decoders import make
 from vivace.cli.app import run
-from vivace.evaluate.beams import PARTS
+from vivace.evaluate.beams import PARTS, shares_of
 
 
 def report_of(folder: Path, out: Path, *words: str) -> dict[str, object]:
@@ -38,6 +38,16 @@ def test_both_write_the_same_and_sources_are_counted_once(tmp_path: Path) -> Non
     assert sum(parts.values()) == pytest.approx(ours["seconds"][0], rel=0.05), "batches are all that a round is"
     assert theirs["parts_s"] is None
     assert all(row["peak_bytes"] is None or row["peak_bytes"] >= 0 for row in (ours, theirs))
+
+
+def test_one_beam_is_not_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its passes are not timed one by one, and what is not known is not called zero."""
+    report = report_of(make(tmp_path, "t5"), tmp_path / "out.json", "--num-beams", "1", "--peers", "none")
+    [ours] = report["batches"]["2"]  # type: ignore[index]
+    assert ours["parts_s"] is None
+    assert ours["num_tokens"] > 0
+    assert shares_of(ours["parts_s"]) == "-"
+    assert "0/0/" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])

@@ -42,6 +42,7 @@ def test_order_case_and_spaces_do_not_count(intent: str, filled: list[tuple[str,
         '{"intent": "Book", "slots": {"size": 4}}',
         '{"intent": "Book", "slots": {}, "more": 1}',
         WANTED + " and more",
+        pytest.param("[" * 5000, id="deep"),
     ],
 )
 def test_what_is_no_frame_has_nothing_right(text: str) -> None:

@@ -177,6 +177,14 @@ def test_public_files_become_task_files(tmp_path: Path) -> None:
         ('{"task": "t", "contexts": ["a"], "options": ["b", "c"]}', "which of several"),
         ('{"task": "t", "contexts": ["a", "b"], "options": ["b", "c"], "gold": 0}', "one context and some options"),
         ('{"prompt": "t"}', "vivace data zeroshot"),
+        ('{"task": "t", "contexts": ["a"], "options": " a", "gold": 0}', "options must be tuple, found ' a'"),
+        ('{"task": "t", "contexts": "ab", "options": [" a"], "gold": 0}', "contexts must be tuple, found 'ab'"),
+        ('{"task": "t", "contexts": ["a"], "options": [1, 2], "gold": 0}', r"options\[0\] must be str, found 1"),
+        ('{"task": "t", "contexts": ["a"], "options": ["b", "c"], "gold": true}', "gold must be int, found True"),
+        ('{"task": "t", "contexts": ["a"], "options": ["b", "c"], "gold": "0"}', "gold must be int, found '0'"),
+        ('{"task": 3, "text": "a"}', "task must be str, found 3"),
+        ('{"text": "a"}', "it names no task"),
+        pytest.param("[" * 5000, "line 1: not JSON", id="deep"),
     ],
 )
 def test_what_is_no_task_file_is_said_in_one_line(tmp_path: Path, line: str, complaint: str) -> None:

@@ -59,6 +59,10 @@ def test_paraphrases_are_right(text: str) -> None:
         ("name[Oak], customer rating[average]", "Oak has three stars.", SlotErrors(2, 0, 0, 0)),
         ("name[Golden Curry], food[French]", "Golden Curry is here.", SlotErrors(2, 0, 1, 0)),
         ("name[Oak], near[The Burger Inn]", "Oak is near Burger Inn.", SlotErrors(2, 0, 0, 0)),
+        ("name[Oak], near[Oak Bar], food[French]", "Oak, French, is near Oak Bar.", SlotErrors(3, 0, 0, 0)),
+        ("name[Oak Bar], near[Oak], food[French]", "Oak Bar, French, is near Oak.", SlotErrors(3, 0, 0, 0)),
+        ("name[Oak], near[Oak Bar], food[French]", "A French place near Oak Bar.", SlotErrors(3, 0, 1, 0)),
+        ("name[], area[riverside]", "It lies at the riverside.", SlotErrors(1, 0, 0, 0)),
     ],
 )
 def test_each_slot_is_right_wrong_missing_or_added(mr: str, text: str, expected: SlotErrors) -> None:

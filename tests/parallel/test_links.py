@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vivace.errors import WorldError
+from vivace.errors import ConfigError, WorldError
 from vivace.parallel.links import INLINE_BYTES, MESSAGE, Links
+from vivace.parallel.world import MOST_TIMEOUT_S, join
 
 
 def linked(count: int, timeout_s: float = 5.0) -> list[Links]:
@@ -53,6 +54,20 @@ def test_messages_of_any_length_wait_while_idle() -> None:
     timer.join()
     first.close()
     second.close()
+
+
+def test_a_timeout_may_be_longer_than_a_connection_is_probed() -> None:
+    first, second = linked(2, timeout_s=MOST_TIMEOUT_S)
+    first.send(1, 0, b"end", kind=MESSAGE, purpose="messages")
+    assert second.message(0) == b"end"
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), float("nan"), MOST_TIMEOUT_S + 1, 0, -1])
+def test_a_timeout_that_cannot_be_set_is_one_line(timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match="timeout must be a number of seconds above 0 and at most 2147483, found"):
+        join(timeout_s=timeout_s)
 
 
 def test_frames_out_of_step_end_the_world(pair: list[Links]) -> None:

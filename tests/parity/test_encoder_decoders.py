@@ -20,6 +20,7 @@ from vivace.core.cpu.backend import backend_of
 from vivace.core.cpu.span import NativeSpan
 from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
+from vivace.errors import UnsupportedError
 from vivace.kernels.choice import choose
 
 TOLERANCE = 1e-4
@@ -156,6 +157,8 @@ SEARCHES = [
     {"num_beams": 3, "num_return_sequences": 3, "early_stopping": "never", "length_penalty": 0.6},
     {"num_beams": 4, "num_return_sequences": 2, "forced_bos_token_id": 7, "forced_eos_token_id": 2},
     {"num_beams": 2, "bad_words_ids": [[5], [9]], "repetition_penalty": 1.3},
+    {"num_beams": 1, "encoder_repetition_penalty": 2.5, "encoder_no_repeat_ngram_size": 2},
+    {"num_beams": 2, "encoder_repetition_penalty": 2.5, "encoder_no_repeat_ngram_size": 1},
 ]
 
 
@@ -186,6 +189,25 @@ def compared(pair: Pair, asked: dict[str, Any], count: int) -> int:
 @pytest.mark.parametrize("asked", SEARCHES, ids=str)
 def test_texts_are_those_of_generate(pair: Pair, asked: dict[str, Any]) -> None:
     assert compared(pair, asked, 3) == 3 * asked.get("num_return_sequences", 1)
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_texts_that_begin_with_padding(pair: Pair, num_beams: int) -> None:
+    """Where only distances count, padding in front of a text changes nothing; elsewhere it moves its positions."""
+    start = pair.theirs.generation_config.decoder_start_token_id
+    ids, mask = torch.tensor([[1, 1, start, 5], [start, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    settings = batch(2) | {"decoder_input_ids": ids, "num_beams": num_beams, "max_new_tokens": 8, "do_sample": False}
+    settings |= {"repetition_penalty": 1.2, "eos_token_id": 2}
+    padded = settings | {"decoder_attention_mask": mask}
+    if pair.ours.config.positions == "relative":
+        usual = pair.theirs.generate(**padded)
+        assert torch.equal(pair.theirs.generate(**padded, custom_generate=vivace.custom_generate), usual)
+    else:
+        with pytest.raises(UnsupportedError, match="decoder_attention_mask has zeros, and this model counts"):
+            pair.theirs.generate(**padded, custom_generate=vivace.custom_generate)
+    holes = settings | {"decoder_attention_mask": mask.flip(1)}
+    with pytest.raises(UnsupportedError, match="decoder_attention_mask has zeros behind ones"):
+        pair.theirs.generate(**holes, custom_generate=vivace.custom_generate)
 
 
 @pytest.mark.slow

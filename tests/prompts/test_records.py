@@ -42,6 +42,7 @@ def test_gzip_blank_lines_and_foreign_keys_are_fine(tmp_path: Path) -> None:
     ("line", "complaint"),
     [
         ("{", "not JSON (Expecting property name enclosed in double quotes at column 2)"),
+        pytest.param("[" * 100_000, "not JSON that can be read (lists or objects lie too deep", id="deep"),
         ('["Hi"]', "expected a JSON object, found a list of string"),
         ('{"text": "Hi"}', 'expected "prompt" or "messages", found neither'),
         ('{"prompt": "Hi", "messages": []}', 'expected "prompt" or "messages", found both'),

@@ -45,7 +45,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engine(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """A random model that ends its answers soon."""
-    monkeypatch.setattr(module, "PACE", module.Pace(4))
+    monkeypatch.setattr(module, "ON_CPU", module.Together(4))
     engine = vivace.load(checkpoint)
     engine.tokenizer.eos_ids = (0, *range(10, 320, 9))
     return engine

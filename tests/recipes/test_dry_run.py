@@ -55,7 +55,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_text, "PACE", own_text.Pace(8))
+    monkeypatch.setattr(own_text, "ON_CPU", own_text.Together(8))
 
 
 def recipe_for(kind: str, *changes: str) -> FrozenRecipe:

@@ -38,7 +38,7 @@ def _without_template(folder: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PACE", module.Pace(8))
+    monkeypatch.setattr(module, "ON_CPU", module.Together(8))
 
 
 def rows(path: Path) -> list[dict[str, object]]:
@@ -92,14 +92,14 @@ def test_texts_that_begin_in_groups_are_the_same_and_read_their_prompts_together
     monkeypatch.setattr(module._Writing, "_fill", counted)
     found: dict[int, dict[Any, str]] = {}
     for group in (1, 4):
-        monkeypatch.setattr(module, "PACE", module.Pace(8, group))
+        monkeypatch.setattr(module, "ON_CPU", module.Together(8, group))
         begun.clear()
         found[group] = dict(own_text(engine, tmp_path / f"{group}.jsonl", Budget(900), 64, asked, lambda _: None))
         assert min(number for number in begun if number) >= group
     both = found[1].keys() & found[4].keys()
     assert len(both) > 8
     assert all(found[1][prompt] == found[4][prompt] for prompt in both)
-    assert module.pace_on(torch.device("cuda")).group > 1
+    assert module.together_on(torch.device("cuda")).group > 1
 
 
 def test_an_answer_that_repeats_itself_ends_there(

@@ -16,11 +16,13 @@ from tests.train.tiny import PAIRS
 from vivace.cli.app import run
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.prompts import Prompt
+from vivace.recipes import seq2seq_trainer
 from vivace.recipes.kinds import recipe_named, recipe_of
 from vivace.recipes.seq2seq import Seq2SeqRecipe, T5Shape
 from vivace.recipes.seq2seq_trainer import train_seq2seq
 from vivace.train.config import LoopConfig
 from vivace.train.report import Lines
+from vivace.train.source_data import SourceBatch, SourceRows
 
 SHAPE = T5Shape(num_layers=2, num_decoder_layers=2, width=32, ffn_width=48, num_heads=4, head_dim=8, vocab_size=400)
 RECIPE = Seq2SeqRecipe(
@@ -63,6 +65,33 @@ def test_it_goes_on_from_a_base_whose_loss_falls(trained: Path, tmp_path: Path) 
     assert (tmp_path / "b" / "tokenizer.json").read_bytes() == (trained / "tokenizer.json").read_bytes()
 
 
+def test_no_source_is_both_held_back_and_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every source has three texts; one source stands in two rows."""
+    prompts = [Prompt(f"source {i}", tuple(f"{word} {i}" for word in ("a", "b", "c"))) for i in range(20)]
+    prompts.append(Prompt("source 3", ("d 3",)))
+    seen: list[list[tuple[str, str]]] = []
+
+    class Stopped(Exception):
+        pass
+
+    def batches(self: SourceRows, pairs: list[tuple[str, str]], *_: object) -> list[SourceBatch]:
+        seen.append(pairs)
+        return []
+
+    def stop(recipe: object, rows: object, pairs: list[tuple[str, str]]) -> None:
+        seen.append(pairs)
+        raise Stopped
+
+    monkeypatch.setattr(SourceRows, "batches", batches)
+    monkeypatch.setattr(seq2seq_trainer, "_batches", stop)
+    with pytest.raises(Stopped):
+        train_seq2seq(replace(RECIPE, held_back=10), prompts, tmp_path, QUIET)
+    held_back, trained_on = seen
+    assert not {source for source, _ in held_back} & {source for source, _ in trained_on}
+    assert 10 <= len(held_back) <= 13
+    assert sorted(held_back + trained_on) == sorted((p.request, text) for p in prompts for text in p.references)
+
+
 def test_what_does_not_fit_is_one_line(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="give a base"):
         train_seq2seq(replace(RECIPE, shape=None), PROMPTS, tmp_path, QUIET)
@@ -73,7 +102,7 @@ def test_what_does_not_fit_is_one_line(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="knows no languages"):
         train_seq2seq(replace(RECIPE, languages=("eng_Latn", "fra_Latn")), PROMPTS, tmp_path, QUIET, trained)
     with pytest.raises(ConfigError, match="nothing to train on"):
-        train_seq2seq(replace(RECIPE, held_back=99), PROMPTS, tmp_path, QUIET)
+        train_seq2seq(replace(RECIPE, held_back=len(PAIRS)), PROMPTS, tmp_path, QUIET)
     with pytest.raises(MismatchError):
         train_seq2seq(replace(RECIPE, smoothing=0.3), PROMPTS, trained, QUIET)
     others = [replace(prompt, references=("quite another",)) for prompt in PROMPTS]

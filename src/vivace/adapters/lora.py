@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vivace.checkpoint.families import family_of
+from vivace.checkpoint.files import RECOVERY
 from vivace.checkpoint.load import read_config
 from vivace.checkpoint.lora_config import CONFIG
 from vivace.checkpoint.peft import TENSORS, ModuleTable, base_of, load_lora
@@ -17,9 +18,6 @@ from vivace.core.layers import FeedForward, Linear
 from vivace.core.low_rank import FixedFactors, Site
 from vivace.core.model import Decoder, Layer
 from vivace.errors import MismatchError, NotFoundError, UnsupportedError
-
-RECOVERY = "recovery"
-"""Name of the LoRA that wins back what a checkpoint has lost to few bits, and of its folder in ``<model>/adapters``."""
 
 
 def recovery_of(base: Path) -> Path | None:

@@ -6,14 +6,16 @@ waits between them is bounded: one window of prompts, and a few batches of answe
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from vivace.batch.journal import Journal, digest
 from vivace.batch.pool import TokenizerPool, wait
@@ -22,7 +24,7 @@ from vivace.checkpoint.files import VOCABULARIES
 from vivace.decode.request import Emitted, Request
 from vivace.engine import Engine, Options
 from vivace.errors import ConfigError, CorruptError, NotFoundError, UnsupportedError, UsageError
-from vivace.files import replacing
+from vivace.files import UNREADABLE, replacing
 from vivace.prompts import load_prompts
 
 WINDOW = 2048
@@ -56,24 +58,28 @@ class _Asked(NamedTuple):
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """Return the prompts of a file: one for each line of a text, or the rows of a ``.jsonl`` file.
+    """Return the prompts of a file: one for each line of a text, or the rows of a ``.jsonl`` file; ``.gz`` may follow.
 
     Raises:
         NotFoundError: there is no such file.
-        CorruptError: it is not UTF-8 text.
+        CorruptError: it is not UTF-8 text, or damaged.
         ConfigError: a line is empty, there is none, or a row has settings of its own.
     """
     if path.is_dir():
         raise NotFoundError(f"{path} is a folder; name a file of prompts")
     if not path.is_file():
         raise NotFoundError(f"{path}: no such file")
-    if {".jsonl", ".gz"} & set(path.suffixes):
+    if _is_jsonl(path):
         return [row.request for row in load_prompts(path, settings=SETTINGS)]
+    content = path.read_bytes()
     try:
-        lines = path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        place = path.read_bytes()[: error.start].count(b"\n") + 1
+        place = error.object[: error.start].count(b"\n") + 1
         raise CorruptError(f"{path}, line {place}: not UTF-8 text ({error.reason})") from error
+    except UNREADABLE as error:
+        raise CorruptError(f"{path}: not readable as packed text ({error})") from error
+    lines = text.removesuffix("\n").split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             raise ConfigError(f"{path}, line {number}: the prompt is empty; every line is one prompt")
@@ -96,7 +102,8 @@ def answer_file(
     Args:
         engine: the model.
         source: prompts, see ``read_prompts``.
-        output: one line for each prompt, in their order: the text, or an object where its name ends in ``.jsonl``.
+        output: one line for each prompt, in their order: the text, or an object where its name ends in ``.jsonl``;
+            packed where ``.gz`` follows.
         options: how to decode; ``batch_size`` has no effect.
         num_workers: processes that tokenize; 0 does without.
         batch_tokens: tokens of prompts and answers that are decoded together at most, counted as if all were as long
@@ -105,6 +112,7 @@ def answer_file(
         progress: called with the number of answers and of prompts.
 
     Raises:
+        ConfigError: the output is a folder or the source, or has no place for further texts of a search.
         UsageError: a prompt is empty or too long; the message names its line, and what is answered is kept.
         DecodingError: a process was killed; what is answered is kept.
     """
@@ -118,6 +126,12 @@ def answer_file(
         raise ConfigError(f"{output} is a folder; name a file for the answers")
     if source.resolve() == output.resolve():
         raise ConfigError(f"{output} would replace the prompts; name another file for the answers")
+    beams = options.beams(engine.defaults)
+    if beams is not None and beams.num_return_sequences > 1 and not _is_jsonl(output):
+        raise ConfigError(
+            f"num_return_sequences {beams.num_return_sequences} has no place in {output}, which has a line for each "
+            "prompt; name a .jsonl file for the answers, or ask for 1"
+        )
     started = time.perf_counter()
     prompts = read_prompts(source)
     beside = {"defaults": digest({key: str(value) for key, value in sorted(engine.defaults.items())})}
@@ -254,7 +268,20 @@ def _length(request: Request) -> int:
 
 def _write(output: Path, answers: Sequence[dict[str, Any]]) -> None:
     """Write the answers in their order, all of them or nothing."""
-    as_json = ".jsonl" in output.suffixes
-    with replacing(output) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
+    as_json = _is_jsonl(output)
+    with replacing(output) as partial, partial.open("wb") as file, _packing(file, output) as packed:
         for answer in answers:
-            file.write((json.dumps(answer, ensure_ascii=False) if as_json else " ".join(answer["text"].split())) + "\n")
+            line = json.dumps(answer, ensure_ascii=False) if as_json else " ".join(answer["text"].split())
+            packed.write(f"{line}\n".encode())
+
+
+def _packing(file: IO[bytes], output: Path) -> AbstractContextManager[IO[bytes]]:
+    """Return what packs into an open file where the output's name asks for it; nothing of the day goes into it."""
+    if output.suffix != ".gz":
+        return nullcontext(file)
+    return cast("AbstractContextManager[IO[bytes]]", gzip.GzipFile("", "wb", fileobj=file, mtime=0))
+
+
+def _is_jsonl(path: Path) -> bool:
+    """Return whether a file has one object a line, packed or not."""
+    return path.name.endswith((".jsonl", ".jsonl.gz"))

@@ -32,6 +32,8 @@ GGUF = ".gguf"
 """Ending of the names of GGUF files."""
 OWN_DRAFT = "draft"
 """Folder inside a checkpoint that holds a smaller checkpoint to draft with."""
+RECOVERY = "recovery"
+"""Name of the LoRA that wins back what a checkpoint has lost to few bits, and of its folder in ``<model>/adapters``."""
 PACKAGED = Path(__file__).parents[1] / "weights"
 """Folder of the models that come with the package, each in a folder of its name."""
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.spm", "*.txt")

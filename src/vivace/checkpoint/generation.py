@@ -1,4 +1,8 @@
-"""Defaults for generation that a checkpoint's authors chose, read from ``generation_config.json``."""
+"""Defaults for generation that a checkpoint's authors chose, read from ``generation_config.json``.
+
+Older checkpoints have no such file, and their settings stand in ``config.json``. They are read there as transformers
+reads them (``GenerationConfig.from_model_config``), of decoders as of models with an encoder.
+"""
 
 from __future__ import annotations
 
@@ -49,19 +53,6 @@ class _Ends:
     eos_token_id: tuple[int, ...] | int | None = None
 
 
-_IN_CONFIG = (
-    *(
-        "decoder_start_token_id",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "bad_words_ids",
-        "num_beams",
-        "max_length",
-    ),
-    *("min_length", "length_penalty", "early_stopping", "no_repeat_ngram_size"),
-)
-"""Settings that encoder-decoder checkpoints without ``generation_config.json`` have in ``config.json``."""
-
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "assistant_early_exit": (None,),
     "begin_suppress_tokens": (None, []),
@@ -85,12 +76,15 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Settings that would change the text, with the values at which they have no effect."""
 
+_INNER = ("decoder", "generator", "text_config")
+"""Parts of ``config.json`` that may hold the settings of the model that writes; the first that is there counts."""
+
 
 def load_generation_defaults(path: str | Path) -> Mapping[str, Any]:
     """Return the generation settings of a checkpoint that are set, under their Hugging Face names.
 
     Args:
-        path: directory or Hub id; without ``generation_config.json`` the result is empty.
+        path: directory or Hub id; without ``generation_config.json`` what ``config.json`` says is returned.
 
     Raises:
         UnsupportedError: the file has a setting that is not supported.
@@ -100,9 +94,9 @@ def load_generation_defaults(path: str | Path) -> Mapping[str, Any]:
     """
     folder, file = resolve(path), FILE
     found = _read(folder)
-    if not found and read_json(folder / "config.json").get("is_encoder_decoder"):
+    if not (folder / FILE).is_file():
         file = "config.json"
-        found = {name: value for name, value in read_json(folder / file).items() if name in _IN_CONFIG}
+        found = _in_config(read_json(folder / file))
     for name, neutral in _NEUTRAL.items():
         if found.get(name) not in neutral:
             raise UnsupportedError(
@@ -138,6 +132,13 @@ def _read(folder: Path) -> dict[str, Any]:
     """Return the content of ``generation_config.json``; empty if there is no such file."""
     file = folder / FILE
     return read_json(file) if file.is_file() else {}
+
+
+def _in_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``config.json`` sets: what stands in the open, and else what its first inner part says."""
+    inner = next((config[name] for name in _INNER if config.get(name)), None)
+    parts = (inner if isinstance(inner, Mapping) else {}, config)
+    return {name: value for part in parts for name, value in part.items() if value is not None}
 
 
 def _built(kind: type[T], found: Mapping[str, Any], file: str) -> T:

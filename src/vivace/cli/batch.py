@@ -15,11 +15,12 @@ from vivace.cli.loading import open_engine
 @options.grouped
 def batch(
     *,
-    source: Annotated[Path, typer.Argument(help="Prompts: one a line, or .jsonl.", metavar="IN")],
+    source: Annotated[Path, typer.Argument(help="Prompts: one a line, or .jsonl; .gz may follow.", metavar="IN")],
     output: Annotated[
         Path,
         typer.Argument(
-            help="Answers in the same order; .jsonl says how each ended, and has the scores of beams.", metavar="OUT"
+            help="Answers in the same order; .jsonl says how each ended, and has the scores of beams. .gz packs them.",
+            metavar="OUT",
         ),
     ],
     model: options.Model = None,

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from vivace.adapters.guard.guard import load_guard
-from vivace.adapters.lora import RECOVERY, recovery_of
+from vivace.adapters.lora import recovery_of
 from vivace.adapters.pool.pool import load_pool
-from vivace.checkpoint.files import OWN_DRAFT, resolve
+from vivace.checkpoint.files import OWN_DRAFT, RECOVERY, resolve
 from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import read_config
 from vivace.checkpoint.lora_config import by_kind

@@ -76,7 +76,8 @@ class BeamRow:
     """Most that a round took beyond what the process had when it began, which holds the weights of all systems: caches
     and everything that is computed on the way. None where the system does not say it."""
     parts_s: dict[str, float] | None = None
-    """Seconds of one round by ``PARTS``, of this program; None for others."""
+    """Seconds of one round by ``PARTS``, of this program; None for others, and with one beam, where passes and choices
+    are not timed."""
 
     def figures(self, num_prompts: int) -> dict[str, float]:
         """Return inputs and tokens a second and milliseconds a step, of the median repeat."""
@@ -150,7 +151,8 @@ def measure_beams(
     for row, system in zip(rows, systems, strict=True):
         if isinstance(system, _Ours):
             row.cross_cache_bytes = system.cross_cache_bytes
-            row.parts_s = {part: seconds / repeats for part, seconds in system.parts_s.items()}
+            if search.num_beams > 1:
+                row.parts_s = {part: seconds / repeats for part, seconds in system.parts_s.items()}
         if row.system == "transformers" and engine.model.encoder is not None:
             row.cross_cache_bytes = _repeated_bytes(engine, batches, search.num_beams, row.dtype)
     return rows
@@ -168,9 +170,9 @@ def check_peers(peers: Sequence[str]) -> None:
 
 
 def shares_of(parts_s: Mapping[str, float] | None) -> str:
-    """Return the shares of ``PARTS`` in per cent, with strokes between them; nothing where they are not known."""
+    """Return the shares of ``PARTS`` in per cent, with strokes between them; a hyphen where they are not known."""
     whole = sum(parts_s.values()) if parts_s else 0.0
-    return "" if not parts_s or not whole else "/".join(f"{100 * parts_s[part] / whole:.0f}" for part in PARTS) + " %"
+    return "-" if not parts_s or not whole else "/".join(f"{100 * parts_s[part] / whole:.0f}" for part in PARTS) + " %"
 
 
 def _count(row: BeamRow, texts: Texts, ours: Texts, batch_size: int) -> None:

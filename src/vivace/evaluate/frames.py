@@ -32,7 +32,7 @@ class Frame:
         """Return the frame that a text writes out; None where it is not one."""
         try:
             found = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter of brackets within brackets without end
             return None
         if not isinstance(found, dict) or set(found) != {"intent", "slots"}:
             return None

@@ -2,7 +2,8 @@
 
 A *slot* is one attribute of a meaning representation with its value. For each slot the text is searched:
 
-* ``name`` and ``near``: the value itself, in any case, with or without a leading "The". It is found or *missing*.
+* ``name`` and ``near``: the value itself, in any case, with or without a leading "The". It is found or *missing*. The
+  longer one is looked for first, since the other may be a part of it. One without a value is no slot.
 * any other attribute: a phrase of the paraphrase table below. *Right* if a phrase of the value is found; else
   *wrong* if a phrase of another value of that attribute is found; else *missing*.
 * an attribute that the representation does not have but the text expresses counts as *added*, separately.
@@ -144,11 +145,10 @@ def slot_errors(mr: str, text: str) -> SlotErrors:
     slots = parse_slots(mr)
     lowered = text.lower().replace("’", "'")
     counts = {"right": 0, "wrong": 0, "missing": 0}
-    for attribute in _OPEN:
-        if attribute in slots:
-            name = _bare(slots[attribute])
-            counts["right" if name in lowered else "missing"] += 1
-            lowered = lowered.replace(name, " ")
+    names = [_bare(slots[attribute]) for attribute in _OPEN if slots.get(attribute)]
+    for name in sorted(names, key=len, reverse=True):
+        counts["right" if name in lowered else "missing"] += 1
+        lowered = lowered.replace(name, " ")
     num_added = 0
     for attribute in PHRASES:
         found = expressed(attribute, lowered)

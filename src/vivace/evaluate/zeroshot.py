@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vivace.configuration import build
 from vivace.errors import ConfigError, CorruptError, NotFoundError
 from vivace.files import UNREADABLE, write_text
 
@@ -126,9 +127,10 @@ def load_task(path: Path, limit: int | None = None) -> list[TaskRow]:
     rows = []
     for number, raw in enumerate(_json_rows(path)[:limit], 1):
         try:
-            lists: dict[str, Any] = {key: tuple(raw[key]) for key in ("contexts", "options") if key in raw}
-            rows.append(TaskRow(**{**raw, **lists}))
-        except (TypeError, ConfigError) as error:
+            if "task" not in raw:
+                raise ConfigError("it names no task")
+            rows.append(build(TaskRow, raw))
+        except ConfigError as error:
             hint = "vivace data zeroshot writes task files"
             raise CorruptError(f"{path}, line {number}: not a row of a task ({error}); {hint}") from error
     return rows
@@ -203,7 +205,7 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise ValueError("not an object")
             rows.append(row)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter of brackets within brackets without end
         raise CorruptError(f"{path}, line {len(rows) + 1}: not JSON, one object a line ({error})") from error
     if not rows:
         raise CorruptError(f"{path}: no rows")

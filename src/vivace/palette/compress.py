@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.adapters.lora import RECOVERY
-from vivace.checkpoint.files import WEIGHTS, Tensors, require_folder, require_other, staged, write_tensors
+from vivace.checkpoint.files import RECOVERY, WEIGHTS, Tensors, require_folder, require_other, staged, write_tensors
 from vivace.checkpoint.load import OpenCheckpoint, load_decoder, open_checkpoint
 from vivace.checkpoint.names import Target
 from vivace.checkpoint.quantized.palette import CONFIG, WIDTHS, tensors_of

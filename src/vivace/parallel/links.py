@@ -35,6 +35,8 @@ that write to each other at once do not wait for each other."""
 BUFFER_BYTES = 1 << 20
 MOST_PARTS = 512
 """Pieces of memory that are written or read in one call of the system, which takes twice as many."""
+MOST_KEEPALIVE_S = 32767
+"""Longest interval at which Linux probes a connection."""
 LOOK_S = 0.5
 """How often a rank that waits for one link looks at the others."""
 
@@ -64,7 +66,7 @@ class Link:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        interval = max(1, int(timeout_s / 4))
+        interval = min(MOST_KEEPALIVE_S, max(1, int(timeout_s / 4)))
         for keepalive in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             connection.setsockopt(socket.IPPROTO_TCP, keepalive, interval)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

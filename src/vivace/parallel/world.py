@@ -30,6 +30,8 @@ from vivace.parallel.links import MESSAGE, Links
 
 TIMEOUT_S = 120.0
 """Seconds without an answer after which a rank is said to hang, unless the user says otherwise."""
+MOST_TIMEOUT_S = (2**31 - 1) // 1000
+"""Longest time that can be set: sockets wait for a number of milliseconds of 32 bits, which are 24 days."""
 LOOPBACK = "127.0.0.1"
 END = b"end"
 """The message with which rank 0 releases the others."""
@@ -171,8 +173,8 @@ def join(*, interface: str | None = None, timeout_s: float | None = None) -> Wor
     if _joined:
         raise ConfigError("this process has loaded a model on several ranks already; one process holds one such model")
     limit = TIMEOUT_S if timeout_s is None else timeout_s
-    if not limit > 0:
-        raise ConfigError(f"timeout must be a number of seconds above 0, found {limit:g}")
+    if not 0 < limit <= MOST_TIMEOUT_S:
+        raise ConfigError(f"timeout must be a number of seconds above 0 and at most {MOST_TIMEOUT_S}, found {limit:g}")
     missing = [name for name in _MEETING if name not in os.environ]
     if missing:
         raise ConfigError(

@@ -70,7 +70,7 @@ def load_prompts(
         raise NotFoundError(f"prompt file {source}: no such file; a prompt file holds one JSON object a line")
     opener = gzip.open if source.suffix == ".gz" else open
     try:
-        with opener(source, "rt", encoding="utf-8") as stream:
+        with opener(source, "rt", encoding="utf-8-sig") as stream:
             lines = stream.read().split("\n")  # not at U+2028 and the like, which may stand in a text
     except UNREADABLE as error:
         raise CorruptError(f"prompt file {source}: not readable as UTF-8 text ({error})") from error
@@ -168,6 +168,8 @@ def _parse(line: str, settings: Collection[str]) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("not JSON that can be read (lists or objects lie too deep within one another)") from error
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {_kind(row)}")
     for key in row:

@@ -258,7 +258,7 @@ class _Estimate:
         longest = min(self.recipe.longest, c.max_positions)
         entries = 2 * c.num_kv_heads * c.head_dim * c.num_layers * longest * self.model.dtype.itemsize
         copies = _bytes(self.model) if decodes_apart(self.device) else 0
-        return copies + own_text.pace_on(self.device).slots * entries
+        return copies + own_text.together_on(self.device).slots * entries
 
     def _asked_tokens(self) -> int:
         """Return how many tokens of text are to be written."""
@@ -311,7 +311,7 @@ class _Estimate:
 
     def _rate(self, longest: int) -> float:
         """Return how many tokens a second a batch of texts gains at the rates of this machine."""
-        c, slots = self.model.config, own_text.pace_on(self.device).slots
+        c, slots = self.model.config, own_text.together_on(self.device).slots
         weights = sum(part.numel() for part in self.model.parameters())
         entries = 2 * c.num_kv_heads * c.head_dim * c.num_layers * self.model.dtype.itemsize * longest / 2
         read = (_bytes(self.model) + slots * entries) / self.bandwidth
@@ -367,7 +367,7 @@ def _tensors(state: object) -> Iterator[Tensor]:
 
 def _decoding_rate(engine: Engine, longest: int) -> float:
     """Return how many tokens a second a batch of texts gains while all of them are being written."""
-    count, prompt = own_text.pace_on(engine.model.device).slots, max(1, min(16, longest // 4))
+    count, prompt = own_text.together_on(engine.model.device).slots, max(1, min(16, longest // 4))
     session = Session(engine.model, num_slots=count, capacity=prompt + DECODED + 1, memory=engine.memory)
     generator = torch.Generator().manual_seed(0)
     options = Options(max_new_tokens=DECODED, do_sample=False, method="plain")

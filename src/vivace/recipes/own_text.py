@@ -63,7 +63,7 @@ _PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
-class Pace:
+class Together:
     """How many texts are written together."""
 
     slots: int
@@ -76,16 +76,16 @@ class Pace:
     """Steps that a call makes before it returns to Python; None as many as show a text evenly, which nobody reads."""
 
 
-PACE = Pace(64)
-GPU_PACE = Pace(256, 16, 4096, 8)
+ON_CPU = Together(64)
+ON_GPU = Together(256, 16, 4096, 8)
 """A step of few rows leaves a GPU waiting. A pass over prompts is launched kernel by kernel there and takes as long as
 several recorded steps of all texts, so that many prompts share it. To return to Python with so many texts takes as long
 as ten steps."""
 
 
-def pace_on(device: torch.device) -> Pace:
+def together_on(device: torch.device) -> Together:
     """Return how many texts are written together on a device."""
-    return GPU_PACE if device.type == "cuda" else PACE
+    return ON_GPU if device.type == "cuda" else ON_CPU
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class _Drawing:
 
     def __init__(self, engine: Engine, first: int, known: Sequence[str], longest: int) -> None:
         """Go on with draw number ``first``, after the prompts ``known``; a text has ``longest`` tokens at most."""
-        self._most_fruitless = FRUITLESS * pace_on(engine.model.device).slots
+        self._most_fruitless = FRUITLESS * together_on(engine.model.device).slots
         self._engine, self._turn = engine, UserTurn.of(engine.tokenizer)
         most = LONGEST_PROMPT if self._turn.is_chat else BASE_PROMPT
         self._limit = max(1, min(most, longest - 2 * len(self._turn.opening) - LEAST_ANSWER))
@@ -366,13 +366,13 @@ class _Writing:
         self._queue: deque[tuple[int | None, str]] = deque((None, question) for question in asked)
         first = max((row["draw"] for row in answers.rows if row["draw"] is not None), default=-1) + 1
         self._drawing = _Drawing(engine, first, [*done, *asked], longest)
-        self._pace = pace_on(engine.model.device)
+        self._together = together_on(engine.model.device)
         self._session = Session(
             engine.model,
-            num_slots=self._pace.slots,
+            num_slots=self._together.slots,
             capacity=longest,
-            prefill_budget=self._pace.prompt_rows,
-            steps_per_call=self._pace.steps,
+            prefill_budget=self._together.prompt_rows,
+            steps_per_call=self._together.steps,
             memory=engine.memory,
         )
         self._running: dict[int, _Underway] = {}
@@ -397,7 +397,7 @@ class _Writing:
                     elif (prompt := self._drawing.found(text.tokens)) is not None:
                         self._queue.append((text.draw, prompt))
                 self._tell()
-            if len(self._answers.rows) < self._pace.slots:
+            if len(self._answers.rows) < self._together.slots:
                 self._cut()
         finally:
             self._session.close()
@@ -420,9 +420,9 @@ class _Writing:
         """Give free slots to prompts, and to draws where none wait, as soon as a group of them is free; return whether
         any text is being written.
         """
-        if self._running and self._pace.slots - len(self._running) < self._pace.group:
+        if self._running and self._together.slots - len(self._running) < self._together.group:
             return True
-        while len(self._running) < self._pace.slots:
+        while len(self._running) < self._together.slots:
             if self._queue:
                 number, question = self._queue.popleft()
                 prompt = next_question(question, self._done)

@@ -14,9 +14,9 @@ from typing import Literal
 
 import torch
 
-from vivace.adapters.lora import RECOVERY, table_of
+from vivace.adapters.lora import table_of
 from vivace.adapters.training import LoraObjective, LoraWeights
-from vivace.checkpoint.files import named_file
+from vivace.checkpoint.files import RECOVERY, named_file
 from vivace.checkpoint.peft import save_lora
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError

@@ -86,7 +86,7 @@ class Seq2SeqRecipe:
     longest: int = 128
     """Most tokens of a text; pairs with longer ones are left out."""
     held_back: int = 256
-    """Number of held-back rows, on which the best weights are selected."""
+    """Number of held-back rows, on which the best weights are selected; all rows of a source are held back together."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -72,16 +72,18 @@ def train_seq2seq(
         raise ConfigError(f"{out} is the base itself; name another folder for what comes of it")
     if base is None and recipe.languages:
         raise ConfigError("languages are for a base whose tokenizer names them; leave them out, or give --model")
-    pairs = _pairs(recipe, prompts)
+    reserved, kept = _pairs(recipe, prompts)
+    pairs = [*reserved, *kept]
     tokenizer, source = _tokenizer(recipe, pairs, out, base)
     model = _first_model(recipe, tokenizer, base).to(place)
     start = load_generation_defaults(source).get("decoder_start_token_id")
     if start is None:
         raise ConfigError(f"{source} names no decoder_start_token_id, with which texts of this model begin; add it")
     rows = SourceRows(tokenizer, int(start), recipe.longest_source, recipe.longest, place)
-    held_back = rows.batches(pairs[: recipe.held_back], recipe.tokens_per_batch)
-    batches = _batches(recipe, rows, pairs[recipe.held_back :])
-    known = {"recipe": asdict(recipe), "rows": len(pairs), "data": digest_of(pairs), "base": str(base or "")}
+    held_back = rows.batches(reserved, recipe.tokens_per_batch)
+    batches = _batches(recipe, rows, kept)
+    data = digest_of([*reserved, *kept])
+    known = {"recipe": asdict(recipe), "rows": len(pairs), "data": data, "base": str(base or "")}
     plan = json.dumps(known, sort_keys=True)
     config = TrainConfig(recipe.loop, _rates(recipe, base), recipe.seed, plan)
     objective = TeacherForcing(model, smoothing=recipe.smoothing)
@@ -92,15 +94,29 @@ def train_seq2seq(
     return result
 
 
-def _pairs(recipe: Seq2SeqRecipe, prompts: Sequence[Prompt]) -> list[Pair]:
-    """Return all pairs in a random order, of which the first will be held back."""
+def _pairs(recipe: Seq2SeqRecipe, prompts: Sequence[Prompt]) -> tuple[list[Pair], list[Pair]]:
+    """Return the pairs that are held back and those to train on, in a random order of their sources.
+
+    A source goes to one side with all its texts. A held-back source that is trained on with another text says little
+    about new ones, so as many whole sources are held back as it takes to have ``recipe.held_back`` pairs or more.
+    """
     texts_of(prompts)  # a source is one text
     pairs = pairs_of(prompts)
-    random.Random(recipe.seed).shuffle(pairs)
-    if len(pairs) <= recipe.held_back:
-        raise ConfigError(f"{len(pairs)} rows leave nothing to train on with held_back {recipe.held_back}; lower it")
     variation = Variation(recipe.variation, pairs)
-    return [variation.respelled(pair) for pair in pairs]
+    by_source: dict[Any, list[Pair]] = {}
+    for pair in pairs:
+        by_source.setdefault(pair[0], []).append(variation.respelled(pair))
+    groups = list(by_source.values())
+    random.Random(recipe.seed).shuffle(groups)
+    held_back: list[Pair] = []
+    while groups and len(held_back) < recipe.held_back:
+        held_back += groups.pop(0)
+    if not groups:
+        raise ConfigError(
+            f"{len(pairs)} rows of {len(by_source)} sources leave nothing to train on with held_back "
+            f"{recipe.held_back}; lower it"
+        )
+    return held_back, [pair for group in groups for pair in group]
 
 
 def _tokenizer(
