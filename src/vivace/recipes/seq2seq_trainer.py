@@ -200,5 +200,6 @@ def _save(model: Decoder, source: Path, out: Path) -> None:
         if not (folder / _DEFAULTS).exists():
             names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
             settings = {name: config.get(name) for name in names} | {"do_sample": False}
+            settings |= load_generation_defaults(source)  # a base may have them in its config.json
             (folder / _DEFAULTS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     forget_shards(out)
