@@ -107,9 +107,12 @@ def test_the_command_takes_a_file_for_a_recipe_that_would_write(
     assert [path.name for path in (out / "run").iterdir() if path.suffix == ".jsonl"] == []
 
 
-def test_a_run_without_a_file_has_the_plan_that_it_had(checkpoint: Path, engine: Engine, tmp_path: Path) -> None:
+def test_the_plan_of_a_run_without_a_file_has_a_digest_of_its_data(
+    checkpoint: Path, engine: Engine, tmp_path: Path
+) -> None:
     context = TrainContext.of(RECIPE, engine, WORDS, tmp_path / "fast", QUIET)
-    assert set(json.loads(context.plan_text("base"))) == {"recipe", "base", "rows"}  # runs of earlier versions go on
+    found = json.loads(context.plan_text("base"))
+    assert set(found) == {"recipe", "base", "rows", "data"}  # runs of earlier versions, without data, go on
 
 
 def test_other_text_beside_answers_is_refused(checkpoint: Path, engine: Engine, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -97,6 +98,12 @@ def test_another_plan_is_refused_and_no_snapshot_is_a_start(tmp_path: Path) -> N
     save_snapshot(tmp_path, TrainProgress(), {}, Counting(), "plan")
     with pytest.raises(MismatchError, match="another recipe"):
         load_snapshot(tmp_path, Stub(), Counting(), "other")
+    save_snapshot(tmp_path, TrainProgress(step=3), {}, Counting(), json.dumps({"base": "b", "rows": 2}))
+    with_digest = {"base": "b", "data": "1234", "rows": 2}
+    assert load_snapshot(tmp_path, Stub(), Counting(), json.dumps(with_digest)) == TrainProgress(step=3)
+    save_snapshot(tmp_path, TrainProgress(step=3), {}, Counting(), json.dumps(with_digest))
+    with pytest.raises(MismatchError, match="another recipe"):
+        load_snapshot(tmp_path, Stub(), Counting(), json.dumps(with_digest | {"data": "5678"}))
 
 
 def test_a_truncated_state_is_named_and_a_failed_write_leaves_what_was_there(

@@ -106,6 +106,11 @@ class Sequence:
         return self.shares and is_one_text and prefix is not None and prefix.keeps_answers
 
     @property
+    def num_source(self) -> int:
+        """Return the number of entries that its source takes; 0 without one."""
+        return 0 if self.request.source is None else len(self.request.source)
+
+    @property
     def num_new(self) -> int:
         """Return the number of tokens generated so far."""
         return len(self.tokens) - len(self.request.tokens)

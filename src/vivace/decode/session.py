@@ -219,7 +219,7 @@ class Session:
         """
         emitted = self._fill_slots()
         while unread := self._prompts.without_source(self._live.values()):
-            ready, failed = self._make_room({s: len(s.request.source or ()) for s in unread}, self.room.give_source)
+            ready, failed = self._make_room({s: s.num_source for s in unread}, self.room.give_source)
             emitted += failed + self._apart(ready, self._read_sources)
         if filling := self._prompts.next(self._live.values()):
             ready, failed = self._make_room({s: s.pieces[0].stop for s in filling})

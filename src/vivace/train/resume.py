@@ -7,6 +7,7 @@ the number of its step.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from collections.abc import Mapping
@@ -84,7 +85,7 @@ def load_snapshot(folder: Path, optimiser: Any, objective: object, plan: str) ->
         folder: folder of the run.
         optimiser: an ``Optimiser`` over the same parameters, which it restores.
         objective: restored too if it is ``Stateful``.
-        plan: text that describes this run; it must be the snapshot's.
+        plan: text that describes this run; it must be the snapshot's, whose digest of the data may be missing.
 
     Returns:
         The progress of the run, or None where there is no snapshot.
@@ -97,7 +98,7 @@ def load_snapshot(folder: Path, optimiser: Any, objective: object, plan: str) ->
     if not path.exists():
         return None
     content = read_state(path)
-    if content["plan"] != plan:
+    if content["plan"] not in (plan, _before_digests(plan)):
         raise MismatchError(
             f"{path} belongs to a run with another recipe, base or data; continue with those, or start in an empty "
             "folder"
@@ -107,6 +108,15 @@ def load_snapshot(folder: Path, optimiser: Any, objective: object, plan: str) ->
         objective.restore(content["objective"])
     found = dict(content["progress"])
     return TrainProgress(**(found | {"place": BatchPlace(**found["place"])}))
+
+
+def _before_digests(plan: str) -> str:
+    """Return a plan as versions wrote it that kept no digest of the data, whose runs go on."""
+    try:
+        known = json.loads(plan)
+    except ValueError:
+        return plan
+    return json.dumps({key: value for key, value in known.items() if key != "data"}, sort_keys=True)
 
 
 def write_state(path: Path, content: Mapping[str, Any]) -> None:
