@@ -318,8 +318,11 @@ def main() -> None:
     parser.add_argument("--tuning", type=Path, help="chat: prompts to choose plans with")
     given = parser.parse_args()
     if given.what == "own":
-        learning = (given.minutes, given.kinds or (), given.device, given.change)
-        rivals_own.train_equally(given.model, given.answers, given.runs, *learning)
+        rivals_own.train_equally(
+            *(given.model, given.answers, given.runs, given.minutes, given.kinds or ()),
+            device=given.device,
+            changes=given.change,
+        )
         return
     if given.what == "chat":
         given.temperatures, given.batch = [0.0], 1

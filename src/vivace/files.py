@@ -22,6 +22,16 @@ UNREADABLE = (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error)
 """What reading a text file raises, packed by gzip or not, that is damaged or no text."""
 
 
+def unpacked(path: Path) -> bytes:
+    """Return the content of a file, unpacked where its name ends in ``.gz``.
+
+    Raises:
+        OSError: it cannot be read; one of ``UNREADABLE`` where it is damaged.
+    """
+    content = path.read_bytes()
+    return gzip.decompress(content) if path.suffix == ".gz" else content
+
+
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary name to write to; it becomes ``path`` if the block ends without an error, and is deleted

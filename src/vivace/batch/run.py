@@ -7,6 +7,7 @@ waits between them is bounded: one window of prompts, and a few batches of answe
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import time
 from collections import deque
@@ -20,11 +21,11 @@ from typing import IO, Any, NamedTuple, cast
 from vivace.batch.journal import Journal, digest
 from vivace.batch.pool import TokenizerPool, wait
 from vivace.checkpoint.adapters import base_hash
-from vivace.checkpoint.files import VOCABULARIES
+from vivace.checkpoint.save import TEXT_FILES
 from vivace.decode.request import Emitted, Request
 from vivace.engine import Engine, Options
 from vivace.errors import ConfigError, CorruptError, NotFoundError, UnsupportedError, UsageError
-from vivace.files import UNREADABLE, replacing
+from vivace.files import UNREADABLE, replacing, unpacked
 from vivace.prompts import load_prompts
 
 WINDOW = 2048
@@ -71,9 +72,8 @@ def read_prompts(path: Path) -> list[Any]:
         raise NotFoundError(f"{path}: no such file")
     if _is_jsonl(path):
         return [row.request for row in load_prompts(path, settings=SETTINGS)]
-    content = path.read_bytes()
     try:
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+        text = unpacked(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         place = error.object[: error.start].count(b"\n") + 1
         raise CorruptError(f"{path}, line {place}: not UTF-8 text ({error.reason})") from error
@@ -134,10 +134,7 @@ def answer_file(
         )
     started = time.perf_counter()
     prompts = read_prompts(source)
-    beside = {"defaults": digest({key: str(value) for key, value in sorted(engine.defaults.items())})}
-    beside["texts"] = digest({path.name: path.read_text("utf-8", "replace") for path in _text_files(engine.folder)})
-    known = {"model": str(engine.folder), "weights": _weights(engine), **beside, **(settings or {})}
-    journal = Journal(output, known)
+    journal = Journal(output, {**_known_of(engine), **(settings or {})})
     left = [(line, prompt) for line, prompt in enumerate(prompts, 1) if journal.answer(line, prompt) is None]
     run = _BatchRun(engine, options, journal, batch_tokens)
     texts = TokenizerPool(
@@ -156,15 +153,18 @@ def answer_file(
     return Summary(len(prompts), len(prompts) - len(left), run.num_tokens, time.perf_counter() - started)
 
 
-def _text_files(folder: Path) -> list[Path]:
-    """Return the files by which text becomes tokens: tokenizer and chat template."""
-    names = (*VOCABULARIES, "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
-    return [folder / name for name in names if (folder / name).is_file()]
-
-
-def _weights(engine: Engine) -> list[str]:
-    """Return hashes of the model's weights and of each LoRA's that may be worn."""
-    return [base_hash(engine.folder), *(engine.adapters.find(name).version for name in engine.adapters.names)]
+def _known_of(engine: Engine) -> dict[str, Any]:
+    """Return what answers depend on besides the caller's settings: weights, those of each LoRA that may be worn,
+    generation settings, and the files by which text becomes tokens.
+    """
+    loras = (engine.adapters.find(name).version for name in engine.adapters.names)
+    texts = [engine.folder / name for name in TEXT_FILES if (engine.folder / name).is_file()]
+    return {
+        "model": str(engine.folder),
+        "weights": [base_hash(engine.folder), *loras],
+        "defaults": digest({name: str(value) for name, value in sorted(engine.defaults.items())}),
+        "texts": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in texts},
+    }
 
 
 class _BatchRun:

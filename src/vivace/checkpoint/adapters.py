@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,18 +44,21 @@ def base_hash(decoder_dir: str | Path) -> str:
     config = read_json(folder / "config.json")
     used = {k: v for k, v in config.items() if k not in HARMLESS or k == "model_type"}
     digest = hashlib.sha256(json.dumps(used, sort_keys=True).encode())
-    lines = [line for path in sorted(set(tensor_paths(folder).values())) for line in _ends(path)]
-    for name, line in sorted(lines):
-        digest.update(name.encode() + b"\0" + line)
+    _add_tensors(digest, set(tensor_paths(folder).values()))
     return digest.hexdigest()
 
 
 def weights_hash(path: Path) -> str:
     """Return eight hexadecimal digits that differ between files of tensors that were trained apart."""
     digest = hashlib.sha256()
-    for name, line in sorted(_ends(path)):
-        digest.update(name.encode() + b"\0" + line)
+    _add_tensors(digest, {path})
     return digest.hexdigest()[:8]
+
+
+def _add_tensors(digest: hashlib._Hash, paths: Collection[Path]) -> None:
+    """Add the fingerprints of all tensors of some files, in the order of their names."""
+    for name, line in sorted(line for path in sorted(paths) for line in _ends(path)):
+        digest.update(name.encode() + b"\0" + line)
 
 
 def _ends(path: Path) -> list[tuple[str, bytes]]:

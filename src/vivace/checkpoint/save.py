@@ -18,11 +18,12 @@ from vivace.checkpoint.quantized.settings import dense_config
 from vivace.core.model import Decoder
 from vivace.errors import MismatchError, UnsupportedError
 
-_TEXT_FILES = (
+TEXT_FILES = (
     *VOCABULARIES,
     *("target.spm", "target_vocab.json", "vocab.txt", "merges.txt", "added_tokens.json", "tokenizer_config.json"),
     *("chat_template.jinja", "chat_template.json", "special_tokens_map.json", "generation_config.json"),
 )
+"""Files beside the weights that answers depend on and that not every checkpoint has."""
 
 
 def save_decoder(decoder: Decoder, path: str | Path, hf_config: Mapping[str, Any]) -> None:
@@ -95,7 +96,7 @@ def stored_tensors(decoder: Decoder, table: Mapping[str, Target]) -> dict[str, T
 
 def copy_text_files(source: Path, target: Path) -> None:
     """Copy the tokenizer, template and generation settings that a checkpoint has; call it inside ``staged``."""
-    for name in _TEXT_FILES:
+    for name in TEXT_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 

@@ -222,13 +222,13 @@ class Session:
             ready, failed = self._make_room({s: s.num_source for s in unread}, self.room.give_source)
             emitted += failed + self._apart(ready, self._read_sources)
         if filling := self._prompts.next(self._live.values()):
-            ready, failed = self._make_room({s: s.pieces[0].stop for s in filling})
+            ready, failed = self._make_room({s: s.pieces[0].stop for s in filling}, self.room.give)
             emitted += failed + self._apart(ready, self._prefill)
             if self.progress is not None:
                 self.progress(self._prompts.num_read, self._prompts.num_asked)
         decoding = [s for s in self._live.values() if not s.pieces]
         stops = {s: len(s.tokens) - 1 + DRAFT_SLACK if s.search is None else s.search.stop for s in decoding}
-        ready, failed = self._make_room(stops)
+        ready, failed = self._make_room(stops, self.room.give)
         emitted += failed
         with threads_of(self.model):
             for sequences in by_drafting([s for s in ready if s.search is None]):
@@ -236,7 +236,7 @@ class Session:
             emitted += self._apart([s for s in ready if s.search is not None], self._search)
         return emitted
 
-    def _make_room(self, stops: dict[Sequence, int], give: Give | None = None) -> tuple[list[Sequence], list[Emitted]]:
+    def _make_room(self, stops: dict[Sequence, int], give: Give) -> tuple[list[Sequence], list[Emitted]]:
         """Give sequences the blocks that their next pass may write to, the oldest first; return those that can go on,
         in their order, and the last events of those that failed.
 
@@ -244,13 +244,13 @@ class Session:
 
         Args:
             stops: of each sequence, one past the last entry that is written.
-            give: gives them; None is ``Room.give``, for entries of texts.
+            give: gives them.
         """
         failed: list[Emitted] = []
         for sequence in sorted(stops, key=lambda s: s.id):
             while self._live.get(sequence.slot) is sequence:
                 try:
-                    (give or self.room.give)(sequence, stops[sequence])
+                    give(sequence, stops[sequence])
                     break
                 except RequestFailed as failure:
                     younger = [s for s in self._live.values() if s.id >= sequence.id and self.room.can_wait(s)]
@@ -335,8 +335,8 @@ class Session:
             except RequestFailed as failure:
                 failed.append(self._fail(sequence, failure.error))
                 continue
-            first = len(sequence.tokens) + DRAFT_SLACK
-            has_room, others = self._make_room({sequence: sequence.num_entries if sequence.is_pinned else first})
+            stop = sequence.num_entries if sequence.is_pinned else len(sequence.tokens) + DRAFT_SLACK
+            has_room, others = self._make_room({sequence: stop}, self.room.give)
             failed += others
             if not has_room:
                 break

@@ -184,7 +184,7 @@ def _draft_model(
         return None
     how: dict[str, Any] = {"dtype": execution.dtype, "device": execution.device, "ignored": execution.ignored}
     read = partial(read_draft_model, folder, tokenizer, budget, execution.weights, backend=execution.backend, **how)
-    source = DraftModelSource(read, is_asked=is_asked, folder=Path(folder))
+    source = DraftModelSource(read, Path(folder), is_asked)
     if is_asked:
         source.decoder  # noqa: B018
     return source

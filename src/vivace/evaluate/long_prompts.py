@@ -14,7 +14,6 @@ from the same split. So what is learnt or chosen on one split was never seen in 
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any
 
 from vivace.errors import ConfigError, CorruptError, NotFoundError
 from vivace.evaluate.tasks import SPLITS, Converted
-from vivace.files import UNREADABLE
+from vivace.files import UNREADABLE, unpacked
 from vivace.prompts import Prompt, save_prompts
 
 DEV_EVERY = 5
@@ -149,9 +148,7 @@ def read_rows(source: Path) -> list[Row]:
     if not source.is_file():
         raise NotFoundError(f"{source}: no such file")
     try:
-        content = source.read_bytes()
-        text = (gzip.decompress(content) if source.suffix == ".gz" else content).decode("utf-8")
-        rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+        rows = [json.loads(line) for line in unpacked(source).decode("utf-8").split("\n") if line.strip()]
     except (ValueError, *UNREADABLE) as error:
         raise CorruptError(f"{source}: not readable as JSON, one object a line ({error})") from error
     if not rows:

@@ -15,7 +15,6 @@ where it does not say so itself, and options begin with a space, as they do in r
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from typing import Any
 
 from vivace.configuration import build
 from vivace.errors import ConfigError, CorruptError, NotFoundError
-from vivace.files import UNREADABLE, write_text
+from vivace.files import UNREADABLE, unpacked, write_text
 
 WIKITEXT, ZEROSHOT = "wikitext", "zeroshot"
 JUDGED_TASKS = (ZEROSHOT, WIKITEXT)
@@ -189,9 +188,8 @@ def _text_of(path: Path) -> str:
     """
     if not path.is_file():
         raise NotFoundError(f"there is no file {path}")
-    content = path.read_bytes()
     try:
-        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8")
+        return unpacked(path).decode("utf-8")
     except (ValueError, *UNREADABLE) as error:
         raise CorruptError(f"{path}: not readable as UTF-8 text ({error})") from error
 

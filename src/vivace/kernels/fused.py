@@ -15,7 +15,6 @@ import shutil
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from itertools import repeat
 from types import ModuleType
 
 import torch
@@ -142,8 +141,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, address: Tensor, visible: Te
     """
     most = rows_at_once(q, address.shape[1])
     if len(q) > most:
-        split = zip(*(part.split(most) if len(part) > 1 else repeat(part) for part in (q, address, visible)))  # noqa: B905
-        return torch.cat([attend(some, keys, values, at, seen, scale) for some, at, seen in split])
+        cuts = [slice(first, first + most) for first in range(0, len(q), most)]
+        parts_of = [[part[rows] if len(part) > 1 else part for part in (q, address, visible)] for rows in cuts]
+        return torch.cat([attend(some, keys, values, at, seen, scale) for some, at, seen in parts_of])
     rows, heads, width = q.shape
     kv_heads, parts = keys.shape[0], address.shape[1] // BLOCK
     group = heads // kv_heads

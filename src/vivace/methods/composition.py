@@ -190,10 +190,10 @@ class DraftModelSource:
     """A smaller model with the same tokens, read when it is first needed."""
 
     open: Callable[[], Decoder]
+    folder: Path
+    """Its checkpoint, by which its measurements are told from another's."""
     is_asked: bool
     """Whether the user named it; otherwise it was found beside the model."""
-    folder: Path | None = None
-    """Its checkpoint, by which its measurements are told from another's."""
     _read: Decoder | None = field(default=None, init=False)
 
     @property
@@ -484,7 +484,7 @@ class _Context:
         """Return what tells the weights of a method from others."""
         spec, second = METHODS[method], self.methods.second
         if spec.needs_draft_model:
-            return "" if second is None or second.folder is None else base_hash(second.folder)[:8]
+            return "" if second is None else base_hash(second.folder)[:8]
         folder = self.methods.adapter_folder(spec.adapter or spec.name)
         path = None if folder is None else folder / TENSORS
         return "" if path is None or not path.is_file() else weights_hash(path)

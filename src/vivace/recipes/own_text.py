@@ -231,7 +231,6 @@ class _Drawing:
 
     def __init__(self, engine: Engine, first: int, known: Sequence[str], longest: int) -> None:
         """Go on with draw number ``first``, after the prompts ``known``; a text has ``longest`` tokens at most."""
-        self._most_fruitless = FRUITLESS * together_on(engine.model.device).slots
         self._engine, self._turn = engine, UserTurn.of(engine.tokenizer)
         most = LONGEST_PROMPT if self._turn.is_chat else BASE_PROMPT
         self._limit = max(1, min(most, longest - 2 * len(self._turn.opening) - LEAST_ANSWER))
@@ -243,7 +242,7 @@ class _Drawing:
     @property
     def is_over(self) -> bool:
         """Return whether drawing on promises nothing new."""
-        return self._fruitless >= self._most_fruitless
+        return self._fruitless >= FRUITLESS * together_on(self._engine.model.device).slots
 
     def request(self) -> tuple[int, Request]:
         """Return the number of the next draw, and the request that makes it."""

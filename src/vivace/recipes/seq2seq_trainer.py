@@ -82,8 +82,7 @@ def train_seq2seq(
     rows = SourceRows(tokenizer, int(start), recipe.longest_source, recipe.longest, place)
     held_back = rows.batches(reserved, recipe.tokens_per_batch)
     batches = _batches(recipe, rows, kept)
-    data = digest_of([*reserved, *kept])
-    known = {"recipe": asdict(recipe), "rows": len(pairs), "data": data, "base": str(base or "")}
+    known = {"recipe": asdict(recipe), "rows": len(pairs), "data": digest_of(pairs), "base": str(base or "")}
     plan = json.dumps(known, sort_keys=True)
     config = TrainConfig(recipe.loop, _rates(recipe, base), recipe.seed, plan)
     objective = TeacherForcing(model, smoothing=recipe.smoothing)

@@ -21,6 +21,7 @@ from vivace.checkpoint.files import INDEX as SHARDS
 from vivace.checkpoint.files import TEXT_PATTERNS, read_json, resolve, staged
 from vivace.checkpoint.load import OpenCheckpoint, open_checkpoint, read_config
 from vivace.checkpoint.quantized.settings import dense_config, is_quantized
+from vivace.checkpoint.save import TEXT_FILES
 from vivace.core.config import ModelConfig
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.kernels.choice import choose
@@ -104,8 +105,7 @@ def write_store(
     source = _Source(opened, _check_orders(orders, layout, config))
     raw = read_config(folder, ignored)
     base = base_hash(folder)
-    has_adapters = (target / "adapters").is_dir() and read_json(target / INDEX).get("base") != base
-    if has_adapters:
+    if (target / "adapters").is_dir() and read_json(target / INDEX).get("base") != base:
         raise ConfigError(f"{target} has adapters of the model that lies there now; move them, or name another folder")
     with staged(target) as staging:
         _copy_beside(folder, staging)
@@ -119,14 +119,9 @@ def write_store(
         index = to_json(identity, base, layout, kind, num_bytes, bundles, page_sums)
         (staging / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         written = {path.name for path in staging.iterdir()}
-    before = {path.name for pattern in BESIDE for path in target.glob(pattern)}
-    for name in {PREDICTORS, THRESHOLDS, ORDERS, *before} - written:
+    for name in {PREDICTORS, THRESHOLDS, ORDERS, *TEXT_FILES} - written:
         (target / name).unlink(missing_ok=True)  # of what this folder held before
     return open_store(target)
-
-
-BESIDE = ("generation_config.json", "chat_template.*", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.spm")
-"""Files of a checkpoint that answers depend on and that not every checkpoint has."""
 
 
 def _copy_beside(folder: Path, staging: Path) -> None:

@@ -24,7 +24,7 @@ from vivace.storage.experts.cache import ExpertCache
 from vivace.storage.experts.parts import CachedParts
 from vivace.storage.experts.policy import NextUse
 from vivace.storage.experts.store import StoredExperts
-from vivace.storage.io.async_reader import AsyncReader, Traffic
+from vivace.storage.io.async_reader import AsyncReader
 from vivace.storage.io.checksums import checked, page_sums_of
 from vivace.storage.io.native_reader import open_async_reader
 from vivace.storage.io.probing import ReaderChoice, device_bytes, open_reader
@@ -85,13 +85,9 @@ class Storage:
     @property
     def facts(self) -> dict[str, object]:
         """Return what was planned, and what was read so far by our counters and by the kernel's."""
-        traffic, wait_s = self.async_reader.traffic, self.async_reader.traffic.wait_s
+        traffic = self.async_reader.traffic
         if self.experts is not None:  # experts have a reader of their own, and wait for its reads together
-            own = self.experts.fetches.reader.traffic
-            traffic = Traffic(
-                traffic.num_reads + own.num_reads, traffic.num_bytes + own.num_bytes, traffic.busy_s + own.busy_s
-            )
-            wait_s += self.experts.counts.wait_s
+            traffic += replace(self.experts.fetches.reader.traffic, wait_s=self.experts.counts.wait_s)
         return {
             "budget_bytes": self.plan.budget_bytes,
             "planned_bytes": self.plan.num_bytes,
@@ -104,7 +100,7 @@ class Storage:
             "gb_per_s": traffic.gb_per_s,
             "bytes_read": traffic.num_bytes,
             "device_bytes": device_bytes(),
-            "wait_s": wait_s,
+            "wait_s": traffic.wait_s,
             "expected_tokens_per_s": self.expected_tokens_per_s,
         }
 

@@ -94,9 +94,10 @@ class PaletteTensors:
         if name not in self._parts:
             return self._files.shape(name)
         stem = name.removesuffix(_WEIGHT)
-        if len(self._files.shape(f"{stem}.idx")) != 2:
-            raise CorruptError(f"{stem}.idx has {len(self._files.shape(f'{stem}.idx'))} dimensions, and codes have two")
-        out, count = self._files.shape(f"{stem}.idx")
+        codes = self._files.shape(f"{stem}.idx")
+        if len(codes) != 2:
+            raise CorruptError(f"{stem}.idx has {len(codes)} dimensions, and codes have two")
+        out, count = codes
         bits = self._bits(name)
         width, rest = divmod(count * 8, bits)
         tiles, groups = -(-out // LANES), -(-width // GROUP)

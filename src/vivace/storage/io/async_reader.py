@@ -34,6 +34,15 @@ class Traffic:
     wait_s: float = 0.0
     """Seconds that callers stood still in ``PendingRead.wait``."""
 
+    def __add__(self, other: Traffic) -> Traffic:
+        """Return the totals of two readers together."""
+        return Traffic(
+            self.num_reads + other.num_reads,
+            self.num_bytes + other.num_bytes,
+            self.busy_s + other.busy_s,
+            self.wait_s + other.wait_s,
+        )
+
     @property
     def gb_per_s(self) -> float:
         """Speed in 10^9 bytes a second while at least one read was under way."""
