@@ -2,12 +2,13 @@
 
 A small chat model answers hardly any question about twenty documents, with any way of reading them, so that a pruned
 prompt has no score to lose (``prefill_quality.py``). ``talks`` writes what a LoRA of the same model learns to answer
-from: a few documents, and one question after the other about them, each with its answer. ``lessons`` writes prompts
-from which ``vivace train lazy`` learns, the kinds in turns, so that one score serves all of them. Both are of half A
-of the rows; what is reported is asked about half B.
+from: a few documents, and one question after the other about them, each with its answer; also texts with a question
+(``--pages``) and keys of a list (``--keys``). ``lessons`` writes prompts from which ``vivace train lazy`` learns, the
+kinds in turns, so that one score serves all of them. Both are of half A of the rows; what is reported is asked about
+half B.
 
-    python -m benchmarks.readers talks OUT.jsonl SRC
-    vivace train lora --model MODEL --data OUT.jsonl --out reader longest=1500 tokens_per_batch=1500 held_back=16
+    python -m benchmarks.readers talks OUT.jsonl SRC [--pages FILE]... [--keys FILE]
+    vivace train lora --model MODEL --data OUT.jsonl --out reader longest=2048 tokens_per_batch=2048 held_back=16
     vivace convert MERGED --model MODEL --merge reader
     python -m benchmarks.readers lessons LESSONS.jsonl --set NAME=TASK:FILE:DOCUMENTS:COUNT ...
     vivace train lazy --model MERGED --data LESSONS.jsonl
@@ -24,13 +25,17 @@ from random import Random
 from typing import Any
 
 from benchmarks.prefill_quality import QuestionSet, half_of
-from vivace.evaluate.long_prompts import about_documents, question_of
+from vivace.evaluate.long_prompts import about_documents, about_keys, asked_key, question_of
 from vivace.prompts import Prompt, save_prompts
 
 DOCUMENTS = (2, 3, 4, 5, 6, 8)
 """Documents of a conversation, drawn alike."""
 TIMES = 4
-"""Times that each document is read, every time beside others."""
+"""Times that each document is read, every time beside others, and each list of keys; a page is read once."""
+KEYS = range(8, 21)
+"""Keys of a list, drawn alike."""
+ASKED_KEYS = 4
+"""Keys of a list that are asked for one after the other."""
 
 
 def conversations(rows: Sequence[Mapping[str, Any]], draws: Random) -> Iterator[list[dict[str, str]]]:
@@ -52,6 +57,23 @@ def conversations(rows: Sequence[Mapping[str, Any]], draws: Random) -> Iterator[
         yield turns
 
 
+def pages(rows: Sequence[Mapping[str, Any]], draws: Random) -> Iterator[list[dict[str, str]]]:
+    """Yield a text with its question and the answer, for each row, in an order that is drawn."""
+    for row in draws.sample(rows, len(rows)):
+        yield [{"role": "user", "content": row["context"]}, {"role": "assistant", "content": row["answer"]}]
+
+
+def keys(rows: Sequence[Mapping[str, Any]], draws: Random) -> Iterator[list[dict[str, str]]]:
+    """Yield a list of keys and values with some keys asked for in turn, for each row, in an order that is drawn."""
+    for row in draws.sample(rows, len(rows)):
+        pairs = draws.sample(row["ordered_kv_records"], draws.choice(KEYS))
+        turns = list[dict[str, str]]()
+        for key, value in draws.sample(pairs, ASKED_KEYS):
+            asked = about_keys(pairs, key) if not turns else asked_key(key)
+            turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": value}]
+        yield turns
+
+
 def lessons(sets: Sequence[QuestionSet]) -> list[Prompt]:
     """Return questions of half A, those of the sets in turns as long as each has some."""
     rounds = zip_longest(*(each.questions("A", seed=7) for each in sets))
@@ -65,6 +87,8 @@ def main() -> None:
     talks = kinds.add_parser("talks", help="conversations for a LoRA")
     talks.add_argument("output", type=Path)
     talks.add_argument("source", type=Path, help="a public file of questions, as `vivace data multidoc` takes it")
+    talks.add_argument("--pages", type=Path, action="append", default=[], help="of `vivace data reading`")
+    talks.add_argument("--keys", type=Path, help="of `vivace data kv`")
     taught = kinds.add_parser("lessons", help="prompts for the scores of `vivace train lazy`")
     taught.add_argument("output", type=Path)
     taught.add_argument("--set", action="append", required=True, dest="sets", type=QuestionSet.of)
@@ -72,10 +96,15 @@ def main() -> None:
     if asked.kind == "lessons":
         print(f"{save_prompts(asked.output, lessons(asked.sets))} prompts of {len(asked.sets)} kinds")
         return
-    rows, draws = half_of(asked.source, "A"), Random(0)
-    written = [{"messages": turns} for _ in range(TIMES) for turns in conversations(rows, draws)]
-    asked.output.write_text("".join(json.dumps(row) + "\n" for row in written), encoding="utf-8")
-    print(f"{len(written)} conversations about {len(rows)} documents, {TIMES} times each")
+    kinds_of = [(conversations, asked.source, TIMES), *((pages, each, 1) for each in asked.pages)]
+    kinds_of += [(keys, asked.keys, TIMES)] if asked.keys else []
+    draws, written = Random(0), list[dict[str, Any]]()
+    for make, source, times in kinds_of:
+        rows = half_of(source, "A")
+        own = [{"messages": turns} for _ in range(times) for turns in make(rows, draws)]
+        print(f"{len(own)} conversations about {len(rows)} rows of {source.name}, times each: {times}")
+        written += own
+    asked.output.write_text("".join(json.dumps(row) + "\n" for row in draws.sample(written, len(written))))
 
 
 if __name__ == "__main__":

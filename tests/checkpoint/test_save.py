@@ -14,7 +14,7 @@ import transformers
 from tests.parity.families import CONFIGS, make
 from vivace.checkpoint import save
 from vivace.checkpoint.load import load_decoder
-from vivace.checkpoint.save import copy_text_files, save_decoder
+from vivace.checkpoint.save import copy_text_files, save_decoder, write_checkpoint
 from vivace.errors import CheckpointError, MismatchError
 
 Saved = Callable[[str], Path]
@@ -49,6 +49,22 @@ def test_shards_are_replaced_and_other_files_stay(llama: Path, tmp_path: Path) -
     assert [file.name for file in target.glob("*.safetensors*")] == ["model.safetensors"]
     assert (target / "notes.txt").read_text() == "mine"
     assert torch.equal(load_decoder(target).embedding, decoder.embedding)
+
+
+def test_an_older_models_texts_go_where_new_ones_are_written(llama: Path, tmp_path: Path) -> None:
+    """A template or end tokens of the model that lay there before would change how this one answers."""
+    source, target = tmp_path / "source", tmp_path / "out"
+    for folder, names in ((source, ["tokenizer.json"]), (target, ["generation_config.json", "chat_template.jinja"])):
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text("{}")
+    (target / "notes.txt").write_text("mine")
+    decoder, config = load_decoder(llama), config_of(llama)
+    save_decoder(decoder, target, config)
+    assert (target / "generation_config.json").exists(), "no text was written, so none is of another model"
+    write_checkpoint(decoder, config, source, target)
+    names = ["config.json", "model.safetensors", "notes.txt", "tokenizer.json"]
+    assert sorted(file.name for file in target.iterdir()) == names
 
 
 @pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "spiece.model", "source.spm", "added_tokens.json"])

@@ -28,7 +28,6 @@ from vivace.checkpoint.files import (
     read_json,
     read_tensors,
     resolve,
-    staged,
     write_tensors,
 )
 from vivace.checkpoint.lora_config import CONFIG, LoraSettings, read_settings
@@ -43,7 +42,7 @@ from vivace.checkpoint.peft import (
     require_finite,
 )
 from vivace.checkpoint.quantized.settings import is_quantized
-from vivace.checkpoint.save import copy_text_files, forget_shards
+from vivace.checkpoint.save import copy_text_files, staged_checkpoint
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 
 MERGED = frozenset({"bias", "modules_to_save"})
@@ -84,11 +83,10 @@ def merge_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) -> 
     merging = _Merging(folder, raw, place)
     tensors, changed = merging.tensors()
     config = {**raw, **({"tie_word_embeddings": False} if merging.is_untied else {})}
-    with staged(out) as staging:
+    with staged_checkpoint(out) as staging:
         write_tensors(staging / WEIGHTS, tensors)
         (staging / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         copy_text_files(folder, staging)
-    forget_shards(Path(out))
     total = sum(tensor.nbytes for tensor in tensors.values())
     return Merged(Path(out), len(changed), total, merging.is_untied)
 

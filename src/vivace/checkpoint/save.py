@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +40,12 @@ def save_decoder(decoder: Decoder, path: str | Path, hf_config: Mapping[str, Any
         UnsupportedError: the checkpoint is multimodal, or the weights are packed for a backend.
         CheckpointError: the disk is full; the directory is left as it was.
     """
-    with staged(path) as folder:
+    with staged_checkpoint(path) as folder:
         write_decoder(decoder, folder, hf_config)
-    forget_shards(Path(path))
 
 
 def write_decoder(decoder: Decoder, folder: Path, hf_config: Mapping[str, Any]) -> None:
-    """Write the two files of ``save_decoder``; call it inside ``staged``, and ``forget_shards`` after it."""
+    """Write the two files of ``save_decoder``; call it inside ``staged_checkpoint``."""
     if "text_config" in hf_config:
         raise UnsupportedError("a multimodal checkpoint cannot be saved; save its text_config as a model of its own")
     family, config = family_of(hf_config), translate(hf_config)
@@ -74,10 +74,9 @@ def write_checkpoint(decoder: Decoder, hf_config: Mapping[str, Any], texts: Path
         MismatchError: the configuration describes another decoder.
         CheckpointError: the disk is full; the directory is left as it was.
     """
-    with staged(out) as folder:
+    with staged_checkpoint(out) as folder:
         write_decoder(decoder, folder, hf_config)
         copy_text_files(texts, folder)
-    forget_shards(out)
 
 
 def stored_tensors(decoder: Decoder, table: Mapping[str, Target]) -> dict[str, Tensor]:
@@ -95,17 +94,26 @@ def stored_tensors(decoder: Decoder, table: Mapping[str, Target]) -> dict[str, T
 
 
 def copy_text_files(source: Path, target: Path) -> None:
-    """Copy the tokenizer, template and generation settings that a checkpoint has; call it inside ``staged``."""
+    """Copy the tokenizer, template and generation settings of a checkpoint; call it inside ``staged_checkpoint``."""
     for name in TEXT_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
 
-def forget_shards(folder: Path) -> None:
-    """Delete the sharded weights that a single file just written replaces."""
-    index = folder / INDEX
+@contextmanager
+def staged_checkpoint(path: str | Path) -> Iterator[Path]:
+    """Give a folder for one file of weights and what belongs to it; at the end all of it is in place, or nothing.
+
+    An older model's files would change how the new one answers, so its shards go; where a tokenizer or settings were
+    written, those files of ``TEXT_FILES`` that were not go too.
+    """
+    with staged(path) as folder:
+        yield folder
+        written = {each.name for each in folder.iterdir()}
+    out = Path(path)
+    stale = set(TEXT_FILES) - written if written & set(TEXT_FILES) else set[str]()
+    index = out / INDEX
     if index.is_file():
-        shards = set(read_json(index).get("weight_map", {}).values()) - {WEIGHTS}
-        index.unlink()
-        for shard in shards:
-            (folder / shard).unlink(missing_ok=True)
+        stale |= {INDEX, *read_json(index).get("weight_map", {}).values()} - {WEIGHTS}
+    for name in stale:
+        (out / name).unlink(missing_ok=True)

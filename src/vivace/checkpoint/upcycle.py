@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.families import translate
-from vivace.checkpoint.files import INDEX, require_other, resolve, staged, tensor_paths
+from vivace.checkpoint.files import INDEX, require_other, resolve, tensor_paths
 from vivace.checkpoint.load import load_decoder, put, read_config
-from vivace.checkpoint.save import forget_shards, write_decoder
+from vivace.checkpoint.save import staged_checkpoint, write_decoder
 from vivace.core.config import ModelConfig, MoeConfig
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError, UnsupportedError
@@ -70,10 +70,9 @@ def upcycle_checkpoint(
     mixture = upcycle(dense, num_experts, top_k, noise, seed)
     if translate(raw) != mixture.config:
         raise UnsupportedError("this model has parts that no Mixtral has (biases, other norms); it cannot be upcycled")
-    with staged(target) as place:
+    with staged_checkpoint(target) as place:
         write_decoder(mixture, place, raw)
         _copy_extras(folder, place)
-    forget_shards(target)
     return target
 
 

@@ -35,9 +35,9 @@ from torch import Tensor
 from vivace.checkpoint.adapters import base_hash, load_adapter, write_adapter
 from vivace.checkpoint.draft_vocabulary import FILE as VOCABULARY
 from vivace.checkpoint.draft_vocabulary import has_vocabulary
-from vivace.checkpoint.files import INDEX, OWN_DRAFT, read_json, require_other, resolve, staged, tensor_paths
+from vivace.checkpoint.files import INDEX, OWN_DRAFT, read_json, require_other, resolve, tensor_paths
 from vivace.checkpoint.load import load_decoder, put, read_config
-from vivace.checkpoint.save import forget_shards, write_decoder
+from vivace.checkpoint.save import staged_checkpoint, write_decoder
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError, UnsupportedError
@@ -89,14 +89,13 @@ def widen_checkpoint(
     if wide.encoder is None:
         scaled |= {"head_dim": wide.config.head_dim, "tie_word_embeddings": False}
     target = Path(out)
-    with staged(target) as place:
+    with staged_checkpoint(target) as place:
         write_decoder(wide, place, {**raw, **scaled})
         _copy_extras(folder, place)
         adapters = [path.parent for path in _adapters(folder) if _has_twin(read_json(path), twins)]
         base = base_hash(place) if adapters else ""  # reads all weights, so once
         for adapter in adapters:
             _widen_adapter(adapter, place / "adapters" / adapter.name, base, narrow.config, factor, twins)
-    forget_shards(target)
     return target
 
 

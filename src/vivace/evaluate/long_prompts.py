@@ -77,9 +77,18 @@ def _kv(rows: Sequence[Row], number: int, layout: Layout, draws: Random) -> Prom
     wanted = [row["key"], row["value"]]
     others = [pair for pair in row["ordered_kv_records"] if pair[0] != row["key"]][: layout.documents - 1]
     others.insert(min(_place(layout, draws), len(others)), wanted)
-    listed = ",\n".join(f' "{key}": "{value}"' for key, value in others)
-    text = f'Extract the value that belongs to a key in this JSON object.\n\n{{{listed}}}\n\nKey: "{row["key"]}"\n'
-    return Prompt(f"{text}Answer with the value.", (row["value"],), "kv")
+    return Prompt(about_keys(others, row["key"]), (row["value"],), "kv")
+
+
+def about_keys(pairs: Sequence[Sequence[str]], key: str) -> str:
+    """Return the question for the value of a key in a list of keys and values."""
+    listed = ",\n".join(f' "{key}": "{value}"' for key, value in pairs)
+    return f"Extract the value that belongs to a key in this JSON object.\n\n{{{listed}}}\n\n{asked_key(key)}"
+
+
+def asked_key(key: str) -> str:
+    """Return how a key is asked for in a list that stands before it."""
+    return f'Key: "{key}"\nAnswer with the value.'
 
 
 def _reading(rows: Sequence[Row], number: int, layout: Layout, draws: Random) -> Prompt:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.files import RECOVERY, WEIGHTS, Tensors, require_folder, require_other, staged, write_tensors
+from vivace.checkpoint.files import RECOVERY, WEIGHTS, Tensors, require_folder, require_other, write_tensors
 from vivace.checkpoint.load import OpenCheckpoint, load_decoder, open_checkpoint
 from vivace.checkpoint.names import Target
 from vivace.checkpoint.quantized.palette import CONFIG, WIDTHS, tensors_of
 from vivace.checkpoint.quantized.settings import dense_config
-from vivace.checkpoint.save import copy_text_files, forget_shards
+from vivace.checkpoint.save import copy_text_files, staged_checkpoint
 from vivace.core.layers import Linear
 from vivace.core.model import Decoder
 from vivace.core.step import Step
@@ -183,13 +183,12 @@ def write_folder(
     table = source.plan
     ends = _ends(source) if config.rounds_ends else {}
     tensors = _tensors(source.stored, table, {**coded, **ends})
-    with staged(out) as folder:
+    with staged_checkpoint(out) as folder:
         write_tensors(folder / WEIGHTS, tensors)
         written = {**_plain(source.raw), "dtype": "bfloat16", "quantization_config": dict(CONFIG)}
         text = json.dumps(written, indent=2, sort_keys=True) + "\n"
         (folder / "config.json").write_text(text, encoding="utf-8")
         copy_text_files(source.folder, folder)
-    forget_shards(out)
     parts = [tensor for name in coded for tensor in _stored_parts(tensors, table[name])]
     total = sum(tensor.nbytes for tensor in tensors.values())
     num_weights = sum(math.prod(target.shape) for target in table.values())

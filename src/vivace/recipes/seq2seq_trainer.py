@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from vivace.checkpoint.bpe import save_bpe, train_bpe
-from vivace.checkpoint.files import read_json, resolve, staged
+from vivace.checkpoint.files import read_json, resolve
 from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import choose_device, load_decoder
-from vivace.checkpoint.save import copy_text_files, forget_shards, write_decoder
+from vivace.checkpoint.save import copy_text_files, staged_checkpoint, write_decoder
 from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError, UnsupportedError
@@ -193,7 +193,7 @@ def _check_memory(
 def _save(model: Decoder, source: Path, out: Path) -> None:
     """Write weights, configuration and tokenizer, either all of them or nothing."""
     config: dict[str, Any] = read_json(source / "config.json")
-    with staged(out) as folder:
+    with staged_checkpoint(out) as folder:
         write_decoder(model, folder, config)
         copy_text_files(source, folder)
         if not (folder / _DEFAULTS).exists():
@@ -201,4 +201,3 @@ def _save(model: Decoder, source: Path, out: Path) -> None:
             settings = {name: config.get(name) for name in names} | {"do_sample": False}
             settings |= load_generation_defaults(source)  # a base may have them in its config.json
             (folder / _DEFAULTS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    forget_shards(out)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from vivace.checkpoint.bpe import save_bpe, train_bpe
-from vivace.checkpoint.files import read_json, resolve, staged
+from vivace.checkpoint.files import read_json, resolve
 from vivace.checkpoint.load import choose_device, load_decoder
-from vivace.checkpoint.save import copy_text_files, forget_shards, write_decoder
+from vivace.checkpoint.save import copy_text_files, staged_checkpoint, write_decoder
 from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError
@@ -178,11 +178,10 @@ def _check_memory(recipe: DecoderRecipe, model: Decoder, objective: NextToken, s
 def _save(model: Decoder, recipe: DecoderRecipe, source: Path, out: Path) -> None:
     """Write weights, configuration and tokenizer, either all of them or nothing."""
     config: dict[str, Any] = read_json(source / "config.json")
-    with staged(out) as folder:
+    with staged_checkpoint(out) as folder:
         write_decoder(model, folder, config)
         copy_text_files(source, folder)
         if not (folder / _DEFAULTS).exists():
             ends = {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
             text = json.dumps(ends | {"do_sample": False}, indent=2) + "\n"
             (folder / _DEFAULTS).write_text(text, encoding="utf-8")
-    forget_shards(out)
