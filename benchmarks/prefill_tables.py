@@ -99,6 +99,63 @@ def _tables(written: Mapping[str, Any]) -> list[str]:
     return parts
 
 
+def over_sets(folder: Path) -> str:
+    """Return what each way keeps of the full reading's score, as a mean over all sets that the full reading answers.
+
+    Of each set the run with most questions counts in which the way was asked. A set weighs as much as another, whatever
+    the number of its questions, and intervals are of questions drawn anew. How much sooner the first token comes is of
+    the runs that are timed, all sets together.
+    """
+    most, timed = dict[tuple[str, str, str], Answers](), dict[tuple[str, str], list[Answers]]()
+    for _, written in read_named(folder):
+        setting = written["setting"]
+        for name, answers in written["answers"].items():
+            full = answers["full"]
+            if not full or statistics.mean(one["contains"] for one in full) < LEAST:
+                continue
+            for way in (each for each in answers if each != "full"):
+                key = (setting["model"], way)
+                if _is_timed(setting):
+                    timed.setdefault(key, []).append(answers)
+                before = most.get((*key, name))
+                if before is None or len(before["full"]) < len(full):
+                    most[*key, name] = answers
+    rows = list[tuple[str, ...]]()
+    for model, way in dict.fromkeys(key[:2] for key in most):
+        own = {name: answers for (*key, name), answers in most.items() if key == [model, way]}
+        rows.append((model, way, *_mean_of(own, way), _sooner(timed.get((model, way), []), way)))
+    columns = ("sets", "questions", "score", "full", "of full (95 %)", "more nats (95 %)", "first token sooner")
+    return table(("model", "prefill", *columns), rows)
+
+
+def _mean_of(sets: Mapping[str, Answers], way: str) -> tuple[str, ...]:
+    """Return the cells of a way's mean over sets, each of which weighs the same."""
+    weights = [1 / (len(sets) * len(each["full"])) for each in sets.values() for _ in each["full"]]
+
+    def all_of(asked: str, figure: str) -> list[float]:
+        values = (float(one[figure]) for each in sets.values() for one in each[asked])
+        return [value * weight for value, weight in zip(values, weights, strict=True)]
+
+    score, full = all_of(way, "contains"), all_of("full", "contains")
+    kept = paired_bootstrap(score, full, statistic=ratio_of_sums)
+    size = len(weights)  # the mean of so many values is their sum over it
+    more = paired_bootstrap(*([size * value for value in all_of(asked, "nll")] for asked in (way, "full")))
+    return (
+        ", ".join(sets),
+        str(size),
+        f"{sum(score):.0%}",
+        f"{sum(full):.0%}",
+        f"{kept.estimate:.0%} ({kept.low:.0%} to {kept.high:.0%})",
+        f"{more.estimate:+.3f} ({more.low:+.3f} to {more.high:+.3f})",
+    )
+
+
+def _sooner(runs: Sequence[Answers], way: str) -> str:
+    """Return how much sooner the first token came in runs that are timed."""
+    seconds = [sum(one["first_token_s"] for run in runs for one in run[asked]) for asked in ("full", way)]
+    return f"{seconds[0] / seconds[1]:.2f}x" if runs else ""
+
+
 def beside_paper(folder: Path, name: str) -> str:
     """Return the paper's table of multi-document questions and, below it, ours of the set of that name.
 

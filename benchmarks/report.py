@@ -185,6 +185,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         techniques / "lazy.md": {
             "speed": first_token_tables.tables(RESULTS / "prefill"),
             "quality": prefill_tables.tables(RESULTS / "prefill" / "quality"),
+            "sets": prefill_tables.over_sets(RESULTS / "prefill" / "quality"),
             "beside": prefill_tables.beside_paper(RESULTS / "prefill" / "quality", "nq20"),
             "growth": prefill_growth.tables(RESULTS / "prefill" / "growth" / "smollm2-135m.json"),
             "peers": prefill_peers.tables(RESULTS / "prefill" / "peers"),

@@ -170,6 +170,23 @@ def test_public_files_become_task_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"query": "Why?", "choices": "ab", "gold": 0}, "a list of texts, found str"),
+        ({"query": "Why?", "choices": ["a", "b"], "gold": "first"}, "first"),
+        ({"query": "Why?", "choices": ["a", 2], "gold": 0}, "strip"),
+        ({"context_options": "ab", "continuation": "c", "gold": 0}, "a list of texts, found str"),
+        ({"query": "Why?", "choices": ["a", "b"]}, "gold"),
+    ],
+)
+def test_what_is_no_public_row_is_said_in_one_line(tmp_path: Path, row: dict[str, object], complaint: str) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(CorruptError, match=f"line 1: not a row of choices .*{complaint}"):
+        convert_task("zeroshot", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
     ("line", "complaint"),
     [
         ("{", "line 1: not JSON"),

@@ -144,7 +144,7 @@ def _read_public(task: str, path: Path) -> list[TaskRow]:
     for number, row in enumerate(_json_rows(path), 1):
         try:
             made = _row(name, row)
-        except (KeyError, TypeError, AttributeError, ConfigError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
             raise CorruptError(f"{path}, line {number}: not a row of choices ({error})") from error
         if made is not None:
             found.append(made)
@@ -156,7 +156,7 @@ def _row(name: str, row: Mapping[str, Any]) -> TaskRow | None:
     if "choices" in row:
         return TaskRow(name, (_asked(row["query"]),), _spaced(row["choices"]), int(row["gold"]))
     if "context_options" in row:
-        contexts = tuple(context.rstrip() for context in row["context_options"])
+        contexts = tuple(context.rstrip() for context in _listed(row["context_options"]))
         return TaskRow(name, contexts, _spaced([row["continuation"]]), int(row["gold"]))
     if "continuation" in row:
         return TaskRow(name, (row["context"].rstrip(),), _spaced([row["continuation"]]))
@@ -171,7 +171,14 @@ def _asked(query: str) -> str:
 
 
 def _spaced(options: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f" {option.strip()}" for option in options)
+    return tuple(f" {option.strip()}" for option in _listed(options))
+
+
+def _listed(options: Sequence[str]) -> Sequence[str]:
+    """Return options as they are; a text alone would be taken for a list of its characters."""
+    if not isinstance(options, list):
+        raise TypeError(f"options are a list of texts, found {type(options).__name__}")
+    return options
 
 
 def _stem(path: Path) -> str:
