@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vivace.adapters.guard import rules
 from vivace.adapters.guard.guard import read_rules
 from vivace.adapters.guard.numbers import is_card, is_iban
-from vivace.adapters.guard.rules import SEARCH_S, Rule, RuleSearch
+from vivace.adapters.guard.rules import SEARCH_S, TEXT_S, Rule, RuleSearch
 from vivace.errors import ConfigError, CorruptError, UnsupportedError
 
 EMAIL, CARD, IBAN = (Rule(kind, kind) for kind in ("email", "card", "iban"))  # type: ignore[arg-type]
@@ -20,6 +23,11 @@ WORDS = Rule("words", "words", words=("secret", "top  Shelf code"))
 FOUND = [
     (EMAIL, "write to john.doe+x@mail.example.co.uk, or not", "john.doe+x@mail.example.co.uk"),
     (EMAIL, "(ann@example.org)", "ann@example.org"),
+    (EMAIL, "write to _ann@example.org_ soon", "ann@example.org"),
+    (EMAIL, "\u8bf7\u8054\u7cfbann@example.org\u8054\u7cfb", "ann@example.org"),
+    (EMAIL, "so ...ann@example.org, then", "ann@example.org"),
+    (CARD, "pay 4111  1111  1111  1111 now", "4111  1111  1111  1111"),
+    (CARD, "pay 4111\u00a01111\u00a01111\u00a01111.", "4111\u00a01111\u00a01111\u00a01111"),
     (CARD, "pay 4111 1111 1111 1111 12/27 now", "4111 1111 1111 1111"),
     (CARD, "5555-5555-5555-4444.", "5555-5555-5555-4444"),
     (CARD, "it is 378282246310005", "378282246310005"),
@@ -111,6 +119,38 @@ def test_a_pattern_that_explodes_is_an_error_and_hangs_nothing() -> None:
     with pytest.raises(UnsupportedError, match="rule 'bomb' takes too long on this text"):
         RuleSearch(rule).look("a" * 60 + "!")
     assert time.perf_counter() - begun < 20 * SEARCH_S
+
+
+def test_what_other_threads_compute_ends_no_search() -> None:
+    """The package's own limit counts the time of all threads."""
+    rule = Rule("words", "words", words=tuple(f"word{number:04}x" for number in range(1200)))
+    text, stop = "word " * 6000, threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            hashlib.sha256(bytes(1 << 20)).digest()
+
+    threads = [threading.Thread(target=busy) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert not RuleSearch(rule).look(text, is_whole=True).is_certain
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_checks_of_digits_count_as_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(_: str) -> bool:
+        begun = time.thread_time()
+        while time.thread_time() - begun < TEXT_S / 3:
+            pass
+        return False
+
+    monkeypatch.setattr(rules, "is_card", slow)
+    with pytest.raises(UnsupportedError, match="takes too long on this text"):
+        RuleSearch(CARD).look("4111 1111 1111 1112, " * 9, is_whole=True)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,14 @@ def test_an_adapter_in_use_is_not_removed(base: Path, loras: dict[str, Path]) ->
         engine.generate("x", adapter="a", **PLAIN)
 
 
+def test_what_all_wear_is_not_removed(base: Path, loras: dict[str, Path]) -> None:
+    engine = open_registry(base, loras, room=4.5)
+    engine.adapters.default = "a"
+    with pytest.raises(BusyError, match="adapter 'a' is worn by all requests that name none"):
+        engine.adapters.remove("a")
+    assert engine.generate("x", **PLAIN)
+
+
 def test_an_adapter_of_a_request_that_lost_its_slot_is_not_removed(base: Path, loras: dict[str, Path]) -> None:
     engine = open_registry(base, loras, room=4.5)
     session, [request] = session_of(engine, "a")

@@ -24,6 +24,7 @@ from vivace.batch import pool
 from vivace.batch import run as runs
 from vivace.batch.journal import Journal
 from vivace.batch.run import answer_file, read_prompts
+from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.cli.app import run
 from vivace.engine import Options
 from vivace.errors import BusyError, CapacityError, ConfigError, CorruptError, DecodingError, NotFoundError
@@ -165,6 +166,21 @@ def test_keys_and_values_in_other_bits_do_not_continue_a_run(
     assert run([*words, "--kv", "int8"]) == 2
     assert "was begun with other settings" in capsys.readouterr().err
     assert run(words) == 0
+
+
+def test_another_adapter_of_a_lossy_method_does_not_continue_a_run(
+    engine: vivace.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for threshold in (0.5, 0.9):
+        folder = tmp_path / f"calm-{threshold}"
+        save_adapter(folder, "calm", base_hash(engine.folder), {"thresholds": [threshold]}, {}, {})
+        exact = runs._known_of(engine, "lookup")
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.methods, "adapters", {"calm": folder})
+            assert runs._known_of(engine, "lookup") == exact
+            found.append(runs._known_of(engine, "calm"))
+    assert found[0] != found[1]
 
 
 def test_a_killed_process_is_an_error_and_nothing_is_lost(engine: vivace.Engine, source: Path) -> None:

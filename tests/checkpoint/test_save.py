@@ -13,6 +13,7 @@ import transformers
 
 from tests.parity.families import CONFIGS, make
 from vivace.checkpoint import save
+from vivace.checkpoint.adapters import STORE, STORE_DATA
 from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.save import copy_text_files, save_decoder, write_checkpoint
 from vivace.errors import CheckpointError, MismatchError
@@ -59,6 +60,8 @@ def test_an_older_models_texts_go_where_new_ones_are_written(llama: Path, tmp_pa
         for name in names:
             (folder / name).write_text("{}")
     (target / "notes.txt").write_text("mine")
+    for name in (STORE, STORE_DATA):
+        (target / name).write_text("{}")  # a store would be opened in place of the new weights
     decoder, config = load_decoder(llama), config_of(llama)
     save_decoder(decoder, target, config)
     assert (target / "generation_config.json").exists(), "no text was written, so none is of another model"

@@ -338,6 +338,16 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         USAGE,
         "--dry-run is for weights beside a model as it is, not for a training of a whole model (decoder)",
     ),
+    "a guard over the model": (
+        ("train", "guard", "--model", "tiny", "--data", "letters.jsonl", "--out", "tiny"),
+        USAGE,
+        "tiny is the model itself; name another folder for the guard",
+    ),
+    "a guard over a LoRA": (
+        ("train", "guard", "--model", "tiny", "--data", "letters.jsonl", "--adapter", "x=y"),
+        USAGE,
+        "--adapter is for the weights of a method that drafts",
+    ),
     "a dry run of a guard": (("train", "guard", "--model", "tiny", "--dry-run"), USAGE, "--dry-run is for recipes"),
     "a dry run without a model": (
         ("train", "recipe.yaml", "--model", "adapters", "--out", "out", "--dry-run"),

@@ -46,6 +46,17 @@ def test_tensors_arrive_in_order_while_both_sides_send(pair: list[Links], count:
     assert pair[0].traffic() == {"1": {"o": (3, 12 * count)}}
 
 
+def test_a_link_that_closes_ends_its_thread(pair: list[Links]) -> None:
+    """A thread that lets go of a tensor while Python ends would abort the process."""
+    pair[0].send(1, 0, torch.zeros(1 << 20), purpose="o")
+    pair[1].receive(0, 0, torch.empty(1 << 20))
+    pair[0].flush()
+    thread = pair[0].of[1]._thread
+    assert thread is not None
+    pair[0].close()
+    assert not thread.is_alive()
+
+
 def test_messages_of_any_length_wait_while_idle() -> None:
     first, second = linked(2, timeout_s=0.2)
     timer = threading.Timer(0.7, lambda: first.send(1, 0, b"end", kind=MESSAGE, purpose="messages"))

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import vivace
+from tests.checkpoint.gguf.families import make as make_codes
+from tests.checkpoint.gguf.families import write_file
 from tests.parallel.ranks import Ended, run_ranks
 from tests.parity.families import make
 from tests.tiny_checkpoints import make_checkpoint
@@ -42,6 +44,14 @@ def test_texts_and_logits_are_those_of_one_process(count: int, kernels: str, tmp
     assert torch.equal(led[0], alone[0])
     assert led[1] == alone[1]
     assert [each.status for each in followed] == [0] * (count - 1)
+
+
+def test_the_codes_of_a_file_are_kept_on_all_ranks(tmp_path: Path) -> None:
+    path = write_file("llama", make_codes("llama"), tmp_path / "m.gguf", "q8_0")
+    alone = answers(path, "auto", 100, {})
+    led, _ = run_ranks(2, answers, path, "auto", 100, TOGETHER)
+    assert torch.equal(led[0], alone[0])
+    assert led[1] == alone[1]
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt2"])

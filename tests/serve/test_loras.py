@@ -19,6 +19,7 @@ from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace.engine import Engine
 from vivace.errors import ConfigError
 from vivace.serve.app import Server
+from vivace.serve.bodies import CompletionBody
 from vivace.serve.config import ServeConfig
 
 KEY = "k" * 20
@@ -154,6 +155,25 @@ def test_what_is_worn_by_default_is_worn_over_http(tmp_path: Path) -> None:
         with local(opened(place, recovery=recovery), config) as running, running.http() as client:
             assert answer(client, "org/tiny") == list(wanted)
             assert client.get("/v1/models/org/tiny").json()["id"] == "org/tiny"
+
+
+def test_what_all_requests_wear_is_not_unloaded_and_choices_wait_each_for_themselves(
+    reached: Local, http: httpx2.Client
+) -> None:
+    catalog, registry = reached.server.asking.catalog, reached.server.engine.adapters
+    registry.default = "b"
+    try:
+        reply = http.post("/v1/unload_lora_adapter", json={"lora_name": "b"})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "adapter_in_use")
+        assert answer(http, "tiny") == answer(http, "b")
+    finally:
+        registry.default = None
+    body = json.dumps({"model": "a", "prompt": "the quick", "n": 2, "temperature": 1.0}).encode()
+    begun = reached.server.asking.begin(CompletionBody, body)
+    parsed = reached.server.asking.finish(begun, b"")
+    first, second = (request.adapter for request in parsed.requests)
+    assert first is not second
+    assert catalog.is_lora("a")
 
 
 def test_swapping_under_load(reached: Local, http: httpx2.Client, alone: dict[str, list[int]]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import vivace
+from tests.adapters.loras import make_lora
 from tests.serve.conftest import Local, local
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.adapters.pool.pool import PromptPool
@@ -50,3 +52,18 @@ def test_a_prompt_that_does_not_fit_behind_it_is_refused(running: Local) -> None
         open_end = http.post("/v1/completions", json={"prompt": [5] * 90, "ignore_eos": True})
         assert open_end.status_code == 200, open_end.text
         assert open_end.json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_request_with_a_lora_stands_behind_none_and_has_the_whole_room(engine: Engine, tmp_path: Path) -> None:
+    """Soft prompts were trained on the base alone."""
+    engine.adapters.add("l1", make_lora(tmp_path / "l1", engine.folder))
+    with local(engine, ServeConfig(served_model_name="tiny", num_slots=4)) as server, server.http() as http:
+        asked = {"model": "l1", "prompt": [5] * 20, "ignore_eos": True}
+        fits = http.post("/v1/completions", json={**asked, "max_tokens": 105})
+        assert fits.status_code == 200, fits.text
+        assert fits.json()["usage"]["completion_tokens"] == 105
+        assert fits.json()["metrics"]["prompt_pool"] is None
+        assert http.post("/v1/completions", json=asked).json()["usage"]["completion_tokens"] == 108
+        beams = {"use_beam_search": True, "n": 2, "max_tokens": 3}
+        assert http.post("/v1/completions", json={**asked, **beams}).status_code == 200
+    engine.adapters.remove("l1")

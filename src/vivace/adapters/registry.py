@@ -254,10 +254,12 @@ class Registry:
 
         Raises:
             NotFoundError: there is none of this name.
-            BusyError: a request runs or waits with it.
+            BusyError: a request runs or waits with it, or all wear it that name none.
         """
         with self._lock:
             known = self.find(name)
+            if name == self.default:
+                raise BusyError(f"adapter {name!r} is worn by all requests that name none, so it cannot be unloaded")
             if known.is_used:
                 gc.collect()  # a request that ended may still be part of a cycle
             if known.is_used:

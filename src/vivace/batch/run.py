@@ -20,13 +20,16 @@ from typing import IO, Any, NamedTuple, cast
 
 from vivace.batch.journal import Journal, digest
 from vivace.batch.pool import TokenizerPool, wait
-from vivace.checkpoint.adapters import base_hash
+from vivace.checkpoint.adapters import CONFIG, TENSORS, base_hash
 from vivace.checkpoint.save import TEXT_FILES
 from vivace.decode.request import Emitted, Request
 from vivace.engine import Engine, Options
 from vivace.errors import ConfigError, CorruptError, NotFoundError, UnsupportedError, UsageError
 from vivace.files import UNREADABLE, replacing, unpacked
+from vivace.methods.table import find_method
 from vivace.prompts import load_prompts
+from vivace.storage.neurons.predictors import FILE as PREDICTORS
+from vivace.storage.neurons.thresholds import FILE as THRESHOLDS
 
 WINDOW = 2048
 """Prompts that are sorted together."""
@@ -134,7 +137,7 @@ def answer_file(
         )
     started = time.perf_counter()
     prompts = read_prompts(source)
-    journal = Journal(output, {**_known_of(engine), **(settings or {})})
+    journal = Journal(output, {**_known_of(engine, options.method), **(settings or {})})
     left = [(line, prompt) for line, prompt in enumerate(prompts, 1) if journal.answer(line, prompt) is None]
     run = _BatchRun(engine, options, journal, batch_tokens)
     texts = TokenizerPool(
@@ -153,18 +156,27 @@ def answer_file(
     return Summary(len(prompts), len(prompts) - len(left), run.num_tokens, time.perf_counter() - started)
 
 
-def _known_of(engine: Engine) -> dict[str, Any]:
-    """Return what answers depend on besides the caller's settings: weights, those of each LoRA that may be worn,
-    generation settings, and the files by which text becomes tokens.
+def _known_of(engine: Engine, method: str) -> dict[str, Any]:
+    """Return what answers depend on besides the caller's settings: weights, those of each LoRA that may be worn, soft
+    prompts, what a lossy method has learnt, generation settings, and the files by which text becomes tokens.
     """
-    loras = (engine.adapters.find(name).version for name in engine.adapters.names)
-    texts = [engine.folder / name for name in TEXT_FILES if (engine.folder / name).is_file()]
+    loras = [engine.adapters.find(name).version for name in engine.adapters.names]
+    pool = () if engine.prompt_pool is None else engine.prompt_pool.members.values()
+    spec = find_method(method)
+    learnt = None if spec.lossless else engine.methods.adapter_folder(spec.adapter or spec.name)
     return {
         "model": str(engine.folder),
-        "weights": [base_hash(engine.folder), *loras],
+        "weights": [base_hash(engine.folder), *loras, *(member.version for member in pool)],
+        "method": _digests(learnt, (CONFIG, TENSORS)),
         "defaults": digest({name: str(value) for name, value in sorted(engine.defaults.items())}),
-        "texts": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in texts},
+        "texts": _digests(engine.folder, (*TEXT_FILES, THRESHOLDS, PREDICTORS)),
     }
+
+
+def _digests(folder: Path | None, names: Sequence[str]) -> dict[str, str]:
+    """Return the digests of those of some files of a folder that are there."""
+    paths = [] if folder is None else [folder / name for name in names if (folder / name).is_file()]
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 class _BatchRun:

@@ -23,8 +23,9 @@ from vivace.files import write_text
 
 CONFIG = "config.json"
 TENSORS = "adapter_model.safetensors"
-STORE = "store.json"
-"""Index file of a store, which is a checkpoint in another form; its key "base" is the hash of the source checkpoint."""
+STORE, STORE_DATA = "store.json", "weights.store"
+"""Index and weights of a store, which is a checkpoint in another form; the index's key "base" is the hash of the source
+checkpoint."""
 _END_BYTES = 64
 
 

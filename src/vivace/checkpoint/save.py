@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vivace.checkpoint.adapters import STORE, STORE_DATA
 from vivace.checkpoint.families import family_of, translate
 from vivace.checkpoint.files import INDEX, VOCABULARIES, WEIGHTS, read_json, staged, write_tensors
 from vivace.checkpoint.names import Target, layout
@@ -104,8 +105,8 @@ def copy_text_files(source: Path, target: Path) -> None:
 def staged_checkpoint(path: str | Path) -> Iterator[Path]:
     """Give a folder for one file of weights and what belongs to it; at the end all of it is in place, or nothing.
 
-    An older model's files would change how the new one answers, so its shards go; where a tokenizer or settings were
-    written, those files of ``TEXT_FILES`` that were not go too.
+    An older model's files would change how the new one answers, so its shards or store go; where a tokenizer or
+    settings were written, those files of ``TEXT_FILES`` that were not go too.
     """
     with staged(path) as folder:
         yield folder
@@ -115,5 +116,5 @@ def staged_checkpoint(path: str | Path) -> Iterator[Path]:
     index = out / INDEX
     if index.is_file():
         stale |= {INDEX, *read_json(index).get("weight_map", {}).values()} - {WEIGHTS}
-    for name in stale:
+    for name in (STORE, STORE_DATA, *stale):  # a store would be opened in place of what was written
         (out / name).unlink(missing_ok=True)

@@ -62,6 +62,7 @@ def _train_lazy(changes: list[str], flags: TrainFlags) -> None:
     """Learn what pruned prompts are scored with."""
     if flags.reads_store:
         raise ConfigError("what prompts are scored with is learnt in memory; leave out --memory and --reader")
+    _refuse_adapter(flags)
     load = options.LoadFlags(device=flags.device, dtype=flags.dtype, ignore_config_key=flags.ignore_config_key)
     out, engine = flags.folder(LAZY), open_engine(flags.model, (), load)
     report = flags.report()
@@ -74,9 +75,16 @@ def _train_guard(changes: list[str], flags: TrainFlags) -> None:
         raise ConfigError(
             "a guard is learnt in memory and takes what it takes; leave out --memory, --reader, --minutes"
         )
+    _refuse_adapter(flags)
     out, report = flags.folder(GUARD), flags.report()
     engine = open_engine(flags.model, (), flags.load_flags())
     train_guard(engine, changes, flags.prompts(), out, report, as_json=flags.as_json)
+
+
+def _refuse_adapter(flags: TrainFlags) -> None:
+    """Refuse a LoRA where nothing is trained over one."""
+    if flags.adapter is not None:
+        raise ConfigError("--adapter is for the weights of a method that drafts; leave it out")
 
 
 def _train_whole(recipe: WholeRecipe | Seq2SeqRecipe, kind: str, flags: TrainFlags) -> None:
@@ -100,8 +108,7 @@ def _train_whole(recipe: WholeRecipe | Seq2SeqRecipe, kind: str, flags: TrainFla
 
 def _check_whole(kind: str, flags: TrainFlags) -> None:
     """Refuse flags that have no effect where all weights of a model are trained."""
-    if flags.adapter is not None:
-        raise ConfigError("--adapter is for the weights of a method that drafts; leave it out")
+    _refuse_adapter(flags)
     if flags.is_dry:
         raise ConfigError(
             f"--dry-run is for weights beside a model as it is, not for a training of a whole model ({kind}); "

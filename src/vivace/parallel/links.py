@@ -37,6 +37,8 @@ MOST_PARTS = 512
 """Pieces of memory that are written or read in one call of the system, which takes twice as many."""
 MOST_KEEPALIVE_S = 32767
 """Longest interval at which Linux probes a connection."""
+CLOSE_S = 1.0
+"""Most seconds for which a link that closes waits for its thread."""
 LOOK_S = 0.5
 """How often a rank that waits for one link looks at the others."""
 
@@ -117,6 +119,8 @@ class Link:
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_S)  # it has parts of tensors, which must not be freed while Python ends
 
     def _run(self) -> None:
         while True:
@@ -135,6 +139,7 @@ class Link:
                     self._error = error
                     self._changed.notify_all()
                 return
+            del parts  # or the last frame's memory would be kept until the next
 
     def _write(self, parts: Sequence[memoryview]) -> None:
         left = list(parts)

@@ -87,11 +87,10 @@ class PipelineLeader(Leader):
 class PipelineBackend(LedBackend):
     """Implements ``Backend`` on rank 0: layers run on all ranks, those of rank 0 as its own backend runs them."""
 
-    keeps_codes = False
-
     def __init__(self, inner: Backend, leader: PipelineLeader) -> None:
         """Take the backend of rank 0's layers."""
         super().__init__(inner, leader)
+        self.keeps_codes = inner.keeps_codes  # layers are whole, and the other ranks keep theirs
         self._pipeline = leader
 
     def finish(self, decoder: Decoder) -> None:

@@ -105,17 +105,19 @@ class World:
     def compare(self, facts: Mapping[str, object]) -> None:
         """Compare what all ranks must have in common; every rank calls this at the same place.
 
+        However long another rank takes to come here, it is waited for: it may still fetch or read its files.
+
         Raises:
             WorldError: a rank differs from rank 0, which names it and says in what.
         """
         own = json.dumps(dict(facts)).encode()
         if not self.leads:
             self.links.send(0, 0, own, kind=MESSAGE, purpose="messages")
-            if bytes(self.links.message(0)) != b"agreed":
+            if bytes(self.links.message(0, is_idle=True)) != b"agreed":
                 self.links.fail(f"rank 0 did not answer rank {self.rank}")
             return
         for rank in self.others:
-            theirs = json.loads(bytes(self.links.message(rank)))
+            theirs = json.loads(bytes(self.links.message(rank, is_idle=True)))
             for name, value in facts.items():
                 if theirs.get(name) != value:
                     self.links.fail(

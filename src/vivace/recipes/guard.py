@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vivace.adapters.guard.head import GuardHead, HeadConfig, HeadPlan
+from vivace.adapters.guard.head import Features, GuardHead, HeadConfig, HeadPlan
 from vivace.adapters.guard.watch import features_of
+from vivace.checkpoint.files import require_folder, require_other
 from vivace.core.step import Step
 from vivace.decode.guarding import Action
 from vivace.engine import Engine
@@ -39,7 +40,8 @@ class GuardRecipe:
     where: str = "input"
     """Whether it judges prompts ("input"), or answers ("output"): a row's text is then what was answered."""
     false_refusals: float = 0.05
-    """Share of allowed rows that may be refused; it sets the threshold."""
+    """Share of allowed rows that may be refused, by all categories together; it sets the thresholds. Answers count as
+    refused where they are after any of their tokens, as in use."""
     action: Action = "block"
     """What follows: "block", or "flag", which only notes it."""
     penalties: tuple[float, ...] = (0.0001, 0.001, 0.01, 0.1, 1.0)
@@ -83,9 +85,11 @@ def learn_guard(
     """Read rows, fit the head and write it; return how good it is, by category.
 
     Raises:
-        ConfigError: rows are missing, or one has several references.
+        ConfigError: rows are missing, or one has several references, or nothing can be written there.
         UnsupportedError: there are no residuals to read of this model.
     """
+    require_other(out, engine.folder, "another folder for the guard")
+    require_folder(out)
     if engine.kernels.body is not None or engine.model.encoder is not None:
         raise UnsupportedError("a guard learns from a decoder in PyTorch; load it with kernels='torch'")
     texts, names = _labelled(recipe, engine, prompts)
@@ -99,22 +103,32 @@ def learn_guard(
         )
     features = read_features(engine, texts, recipe.tokens_per_batch, report)
     held = _held_back(names, recipe)
-    heads, fitted = [], []
-    for category in categories:
-        wanted = torch.tensor([name == category for name in names])
-        weight, bias = _best(recipe, features, wanted, held, report, category)
-        scores = torch.sigmoid(features @ weight + bias)
-        allowed = torch.tensor([name == OK for name in names])
-        threshold = float(torch.quantile(scores[held & allowed], 1 - recipe.false_refusals).clamp(1e-6, 1))
-        hit = scores[held & wanted]
-        area = area_under(hit, scores[held & allowed])
-        fitted.append(Fitted(category, int(wanted.sum()), area, threshold, float((hit >= threshold).float().mean())))
-        heads.append((weight, bias))
+    wanted = torch.tensor([[name == category for category in categories] for name in names])
+    fits = [_best(recipe, features, wanted[:, at], held, report, name) for at, name in enumerate(categories)]
     config = HeadConfig(categories, (recipe.where,) * len(categories))
-    plan = HeadPlan(tuple(each.threshold for each in fitted), recipe.action)
-    head = GuardHead(config, plan, torch.stack([w for w, _ in heads]), torch.stack([b for _, b in heads]))
-    head.save(out, engine.folder)
+    untold = HeadPlan((1.0,) * len(categories), recipe.action)
+    head = GuardHead(config, untold, torch.stack([w for w, _ in fits]), torch.stack([b for _, b in fits]))
+    judged = _as_served(recipe, engine, head, [texts[at] for at in held.nonzero()[:, 0].tolist()], features[held])
+    allowed = torch.tensor([name == OK for name in names])[held]
+    share = recipe.false_refusals / len(categories)  # what one refuses the others may not, so they share it
+    fitted = []
+    for at, category in enumerate(categories):
+        threshold = lowest_threshold(judged[allowed, at], share)
+        hit = judged[wanted[held, at], at]
+        found, area = float((hit >= threshold).float().mean()), area_under(hit, judged[allowed, at])
+        fitted.append(Fitted(category, int(wanted[:, at].sum()), area, threshold, found))
+    replace(head, plan=replace(untold, thresholds=tuple(each.threshold for each in fitted))).save(out, engine.folder)
     return fitted
+
+
+def lowest_threshold(scores: Tensor, share: float) -> float:
+    """Return the lowest threshold at which no more than a share of these scores (n,) is refused.
+
+    Many answers begin alike and have the same score, so it lies above a score and not on it.
+    """
+    ordered = scores.sort(descending=True).values
+    highest = ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+    return float(torch.nextafter(highest, torch.tensor(2.0)).clamp(1e-6, 1))
 
 
 def area_under(hits: Tensor, others: Tensor) -> float:
@@ -124,9 +138,46 @@ def area_under(hits: Tensor, others: Tensor) -> float:
     return float(below.double().mean() / 2 / len(others))
 
 
-@torch.inference_mode()
+def _as_served(
+    recipe: GuardRecipe, engine: Engine, head: GuardHead, texts: Sequence[Sequence[int]], features: Tensor
+) -> Tensor:
+    """Return the scores of texts as they are judged in use, (n, categories).
+
+    A prompt is judged as a whole. An answer is judged after every token, and the highest score decides.
+    """
+    if recipe.where == "input":
+        return head.scores(features)
+    norm = engine.model.norm
+
+    def highest(rows: Tensor) -> Tensor:
+        return head.scores(Features(rows.shape[1]).each(norm(rows).float().cpu())).amax(0)
+
+    return read_texts(engine, texts, recipe.tokens_per_batch, highest)
+
+
 def read_features(engine: Engine, texts: Sequence[Sequence[int]], at_once: int, report: Report | None) -> Tensor:
-    """Return what a head reads of each text, (n, 2 E); texts of one length are read together, ``at_once`` tokens."""
+    """Return what a head reads of each text, (n, 2 E)."""
+    norm = engine.model.norm
+    return read_texts(engine, texts, at_once, lambda rows: features_of(norm, rows), report)
+
+
+@torch.inference_mode()
+def read_texts(
+    engine: Engine,
+    texts: Sequence[Sequence[int]],
+    at_once: int,
+    read: Callable[[Tensor], Tensor],
+    report: Report | None = None,
+) -> Tensor:
+    """Return what is read from the residuals of each text, (n, ...).
+
+    Args:
+        engine: the model.
+        texts: in tokens.
+        at_once: tokens of texts of one length that are computed together.
+        read: returns what is wanted from a text's residuals (tokens, E) after the last layer.
+        report: told how it goes.
+    """
     model, found = engine.model, [torch.empty(0)] * len(texts)
     order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
     done = 0
@@ -137,7 +188,7 @@ def read_features(engine: Engine, texts: Sequence[Sequence[int]], at_once: int, 
         tokens = torch.tensor([list(texts[place]) for place in same], device=model.device)
         hidden = model.run(model.embed(tokens.reshape(-1), step), step).view(len(same), length, -1)
         for place, rows in zip(same, hidden, strict=True):
-            found[place] = features_of(model.norm, rows)
+            found[place] = read(rows)
         if report is not None and (done + len(same)) // 1000 > done // 1000:
             report.note(f"read {done + len(same):,} of {len(texts):,} rows")
         done += len(same)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vivace.adapters.pool.pool import NONE as NO_SOFT_PROMPT
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.core.seams import Drafter
 from vivace.decode.prefix import PrefixCache
@@ -248,6 +249,8 @@ class RequestParser:
         if self.engine.model.encoder is not None and getattr(body, "echo", False):
             raise APIError(400, "echo is for models that continue a prompt; it is the source of this one", param="echo")
         options = self._options(body, limit, num_top is not None)
+        if self.engine.prompt_pool is not None and self.catalog.is_lora(model):
+            options = replace(options, soft_prompt=NO_SOFT_PROMPT)  # they were trained on the base alone
         is_plain = options.beams(self.engine.defaults) is not None or self.engine.model.encoder is not None
         if is_plain and body.method not in (None, "auto", "plain"):
             raise APIError(400, f"method {body.method} drafts for one text without a source", param="method")
@@ -256,20 +259,20 @@ class RequestParser:
             check_method(method, options.prefill)
         with self._drafters:  # they are made when they are first asked for
             drafter = self.catalog.drafter(model, method, body.num_draft_tokens, body.quality)
-        seed, adapter = random.getrandbits(62) if body.seed is None else body.seed, self.catalog.source(model)
+        seed = random.getrandbits(62) if body.seed is None else body.seed
         bias = (LogitBias(self._bias(body)),) if body.logit_bias else ()
         requests = []
         for tokens in prompts:
             self._check_length(len(tokens), limit, body)
             first = self._request(body, tokens, options, drafter)
-            lead = None if self.catalog.is_lora(model) else first.lead
-            prefix = self.engine.prefix(self._prefix, body.cache_salt, owner, lead=lead)
+            prefix = self.engine.prefix(self._prefix, body.cache_salt, owner, lead=first.lead)
             processors = self._processors(body, len(tokens), bias)
             prefix = None if first.source is not None else prefix
-            first = replace(
-                first, num_top_logprobs=num_top or 0, processors=processors, adapter=adapter, lead=lead, prefix=prefix
-            )
-            requests += [replace(first, seed=seed + choice) for choice in range(body.num_texts)]
+            first = replace(first, num_top_logprobs=num_top or 0, processors=processors, prefix=prefix)
+            requests += [
+                replace(first, seed=seed + choice, adapter=self.catalog.source(model))  # each waits for its own
+                for choice in range(body.num_texts)
+            ]
         tokenizer = self.engine.tokenizer if body.skip_special_tokens else self._verbatim
         return ParsedRequest(model, method, tuple(map(tuple, prompts)), _stopping(requests, tokenizer), tokenizer)
 

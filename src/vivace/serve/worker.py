@@ -289,14 +289,15 @@ class Worker:
                 self._running[job.number] = job
 
     def _begin_scoring(self, job: Job, num_top: int) -> None:
-        """Begin to score a prompt; one at a time, since each holds its rows in memory."""
-        if self._scoring is None:
+        """Begin to score a prompt once what it wears can be had; one at a time, since each holds its rows in memory."""
+        adapter = job.request.adapter
+        if self._scoring is None and (adapter is None or adapter.is_ready()):
             self._waiting.remove(job)
             job.started_at = time.perf_counter()
             turns = scoring(
                 *(self.session.model, job.request.tokens, num_top),
                 chunk=self.session.chunk,
-                adapter=job.request.adapter,
+                adapter=adapter,
             )
             self._scoring = job, turns
 

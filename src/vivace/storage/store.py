@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, Literal, get_args
 
 import torch
 
+from vivace.checkpoint.adapters import STORE, STORE_DATA
 from vivace.checkpoint.families import translate
 from vivace.checkpoint.files import read_json, resolve
 from vivace.core.config import ModelConfig
@@ -44,8 +45,7 @@ from vivace.units import format_bytes
 
 Layout = Literal["layers", "neurons", "selected"]
 
-INDEX = "store.json"
-DATA = "weights.store"
+INDEX, DATA = STORE, STORE_DATA
 MAGIC = b"vivace store 1\n"
 FORMATS = (1, 2, 3, 4)
 """1 has matrices in rows and 2 in tiles; 3 has either, and a table of the checksums of all pages; 4 quantized ones."""

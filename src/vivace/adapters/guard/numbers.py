@@ -13,6 +13,9 @@ _IBAN_LENGTHS = {
 }
 """Characters of an IBAN by country (SWIFT's registry). Other countries are taken at any length."""
 
+_SHORTEST_CARD, _LONGEST_CARD = 13, 19
+"""Digits of a card's number."""
+
 
 def is_card(text: str) -> bool:
     """Return whether digits with spaces or hyphens between them hold the number of a card.
@@ -21,12 +24,15 @@ def is_card(text: str) -> bool:
     networks do (2 to 6) and passes Luhn's check (ISO/IEC 7812-1). What follows it, such as a date, does not hide it.
     """
     groups = text.replace("-", " ").split()
-    return any(
-        _is_number(number)
-        for first in range(len(groups))
-        for stop in range(first, len(groups))
-        if 13 <= len(number := "".join(groups[first : stop + 1])) <= 19
-    )
+    for first in range(len(groups)):
+        number = ""
+        for group in groups[first : first + _LONGEST_CARD]:
+            number += group
+            if len(number) > _LONGEST_CARD:
+                break
+            if len(number) >= _SHORTEST_CARD and _is_number(number):
+                return True
+    return False
 
 
 def _is_number(number: str) -> bool:
