@@ -38,7 +38,7 @@ PAPER = (
 Answers = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
-def rows_of(answers: Answers, *, is_timed: bool) -> list[tuple[str, ...]]:
+def rows_of(answers: Answers, *, is_timed: bool) -> Sequence[tuple[str, ...]]:
     """Return a row for each way of reading: its figures beside those of the full reading."""
     full, rows = answers["full"], []
     for name, own in answers.items():
@@ -102,30 +102,31 @@ def _tables(written: Mapping[str, Any]) -> list[str]:
 def over_sets(folder: Path) -> str:
     """Return what each way keeps of the full reading's score, as a mean over all sets that the full reading answers.
 
-    Of each set the run with most questions counts in which the way was asked. A set weighs as much as another, whatever
-    the number of its questions, and intervals are of questions drawn anew. How much sooner the first token comes is of
-    the runs that are timed, all sets together.
+    Runs on one kind of processor count together, and ways that were asked on two sets or more. Of each set the run with
+    most questions counts. A set weighs as much as another, whatever the number of its questions, and intervals are of
+    questions drawn anew. How much sooner the first token comes is of the runs that are timed, all sets together.
     """
-    most, timed = dict[tuple[str, str, str], Answers](), dict[tuple[str, str], list[Answers]]()
+    most, timed = dict[tuple[str, str, str], dict[str, Answers]](), dict[tuple[str, str, str], list[Answers]]()
     for _, written in read_named(folder):
-        setting = written["setting"]
+        setting, cpu = written["setting"], written["provenance"]["cpu"]
         for name, answers in written["answers"].items():
             full = answers["full"]
             if not full or statistics.mean(one["contains"] for one in full) < LEAST:
                 continue
             for way in (each for each in answers if each != "full"):
-                key = (setting["model"], way)
+                key = (cpu, setting["model"], way)
                 if _is_timed(setting):
                     timed.setdefault(key, []).append(answers)
-                before = most.get((*key, name))
-                if before is None or len(before["full"]) < len(full):
-                    most[*key, name] = answers
-    rows = list[tuple[str, ...]]()
-    for model, way in dict.fromkeys(key[:2] for key in most):
-        own = {name: answers for (*key, name), answers in most.items() if key == [model, way]}
-        rows.append((model, way, *_mean_of(own, way), _sooner(timed.get((model, way), []), way)))
+                sets = most.setdefault(key, {})
+                if name not in sets or len(sets[name]["full"]) < len(full):
+                    sets[name] = answers
+    rows = [
+        (*key, *_mean_of(sets, key[-1]), _sooner(timed.get(key, []), key[-1]))
+        for key, sets in most.items()
+        if len(sets) > 1
+    ]
     columns = ("sets", "questions", "score", "full", "of full (95 %)", "more nats (95 %)", "first token sooner")
-    return table(("model", "prefill", *columns), rows)
+    return table(("processor", "model", "prefill", *columns), rows)
 
 
 def _mean_of(sets: Mapping[str, Answers], way: str) -> tuple[str, ...]:

@@ -108,18 +108,21 @@ def test_sets_weigh_the_same_and_the_largest_run_of_each_counts(tmp_path: Path) 
     def asked(right: list[int], nll: float, seconds: float) -> list[dict[str, Any]]:
         return [{"contains": bool(one), "nll": nll, "first_token_s": seconds} for one in right]
 
-    def write(name: str, answers: dict[str, Any], others: float | None) -> None:
+    def write(name: str, answers: dict[str, Any], others: float | None, cpu: str = "A") -> None:
         setting = {"model": "m", "others_cpu_share": others}
-        (tmp_path / f"{name}.json").write_text(json.dumps({"setting": setting, "answers": answers}), encoding="utf-8")
+        (tmp_path / f"{name}.json").write_text(
+            json.dumps({"provenance": {"cpu": cpu}, "setting": setting, "answers": answers}), encoding="utf-8"
+        )
 
     many = {"full": asked([1, 0, 0, 0] * 10, 2.0, 3.0), "w": asked([1, 1, 0, 0] * 10, 1.5, 1.0)}
     few = {"full": asked([1] * 4, 1.0, 3.0), "w": asked([1, 1, 1, 0], 1.2, 1.5)}
     unknown = {"full": asked([0] * 10, 1.0, 3.0), "w": asked([1] * 10, 0.0, 3.0)}
     write("a", {"one": many, "two": few}, others=None)
     write("b", {"one": few, "three": unknown}, others=0.0)
-    (row,) = [line for line in prefill_tables.over_sets(tmp_path).splitlines() if line.startswith("| m |")]
+    write("c", {"four": few}, others=0.0, cpu="B")
+    (row,) = [line for line in prefill_tables.over_sets(tmp_path).splitlines() if " m |" in line]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[:6] == ["m", "w", "one, two", "44", "62%", "62%"]  # .50 and .75; .25 and 1
-    assert cells[6].startswith("100% (")
-    assert cells[7].startswith("-0.150 (")  # -.5 and +.2
-    assert cells[8] == "2.00x"
+    assert cells[1:7] == ["m", "w", "one, two", "44", "62%", "62%"]  # .50 and .75; .25 and 1
+    assert cells[7].startswith("100% (")
+    assert cells[8].startswith("-0.150 (")  # -.5 and +.2
+    assert cells[9] == "2.00x"
