@@ -15,7 +15,7 @@ from tests.tiny_checkpoints import make_checkpoint
 from vivace.adapters.guard.guard import TextGuard, load_guard
 from vivace.adapters.guard.head import GuardHead, HeadConfig, HeadPlan
 from vivace.adapters.guard.rules import Rule, Rules
-from vivace.adapters.guard.untrusted import with_material
+from vivace.adapters.guard.untrusted import with_material, without_marks
 from vivace.answer import Result
 from vivace.engine import Engine
 from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError, UnsupportedError
@@ -201,6 +201,19 @@ def test_heads_and_rules_are_read_from_files(engine: Engine, tmp_path: Path) -> 
         load_guard(tmp_path / "nan", engine.folder, engine.model, engine.tokenizer)
     with pytest.raises(ConfigError, match="a threshold is above 0"):
         HeadPlan((0.0,))
+
+
+@pytest.mark.parametrize("spelt", ["<mask>", " <mask>", "  <", "x ", "a  b"])
+def test_spellings_with_spaces_are_divided_or_left(spelt: str) -> None:
+    text = without_marks(f"one{spelt}two [[{spelt}]]", [spelt])
+    assert "[[" not in text
+    assert (spelt in text) == (len(spelt.strip()) == 1), "one character cannot be divided"
+
+
+@pytest.mark.parametrize("message", [{"role": "untrusted"}, {"role": "untrusted", "content": None}])
+def test_material_without_a_text_is_one_line(engine: Engine, message: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="'untrusted' has a text as its content"):
+        engine.generate([[message]], max_new_tokens=1)
 
 
 def test_material_cannot_leave_its_marks(engine: Engine) -> None:

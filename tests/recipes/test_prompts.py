@@ -114,6 +114,14 @@ def test_a_member_learns_to_give_back_what_a_stored_model_says(tmp_path: Path) -
         train_pool(deeper, engine, WORDS[:40], tmp_path / "deep", Lines(str))
 
 
+def test_members_that_leave_no_room_are_refused_before_any_is_learnt(tmp_path: Path) -> None:
+    engine = vivace.load(make_checkpoint(tmp_path / "base"), kernels="torch")
+    recipe = build(PromptsRecipe, VALUES | {"lengths": [3, 256]})
+    with pytest.raises(ConfigError, match="lengths has 256, and the model holds 256 positions"):
+        train_pool(recipe, engine, WORDS[:40], tmp_path / "pool", Lines(str))
+    assert not (tmp_path / "pool").exists()
+
+
 @pytest.mark.parametrize("change", [{"lengths": [0]}, {"seeds": [1, 1]}, {"lengths": []}])
 def test_what_cannot_be_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="different numbers"):

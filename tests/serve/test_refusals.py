@@ -165,6 +165,8 @@ def test_other_sites_are_kept_out(http: httpx2.Client) -> None:
     assert http.get("/v1/models", headers={"Host": "evil.example"}).status_code == 403
     reply = http.post("/v1/chat/completions", content=json.dumps(CHAT), headers={"Content-Type": "text/plain"})
     assert reply.status_code == 415
+    upper = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert http.post("/v1/chat/completions", content=json.dumps(CHAT), headers=upper).status_code == 200
     reply = http.options(
         "/v1/models", headers={"Origin": "http://evil.example", "Access-Control-Request-Method": "GET"}
     )

@@ -104,9 +104,11 @@ def train_pool(
     Members are folders ``LENGTH-SEED`` of ``out``. A run that was killed goes on when it is called again.
 
     Raises:
-        ConfigError: there are too few rows.
+        ConfigError: there are too few rows, or no text has room behind a member.
     """
-    names = []
+    most, names = engine.model.config.max_positions, []
+    if max(recipe.lengths) >= most:
+        raise ConfigError(f"lengths has {max(recipe.lengths)}, and the model holds {most} positions, texts included")
     for length in recipe.lengths:
         for place, seed in enumerate(recipe.seeds):
             name = f"{length}-{seed}"

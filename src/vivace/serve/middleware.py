@@ -114,7 +114,8 @@ class Middleware:
             if kind.lower() != "bearer" or not _is_one_of(given, self._keys):
                 raise APIError(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
             owner = blake2b(given, digest_size=16).digest()
-        if scope["method"] == "POST" and headers.get("content-type", "").split(";")[0].strip() != "application/json":
+        kind = headers.get("content-type", "").split(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != "application/json":
             raise APIError(415, "the body must be JSON; send Content-Type: application/json")
         return owner
 

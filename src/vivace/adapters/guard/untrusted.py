@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from vivace.checkpoint.tokenizer import Messages, Tokenizer
+from vivace.errors import ConfigError
 
 ROLE = "untrusted"
 """The role of a message whose text is material and no instruction."""
@@ -33,6 +34,9 @@ def with_material(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer) -
     """Return a conversation whose material is part of the user's turns, marked.
 
     Material belongs to the user's turn before it; where there is none it makes one.
+
+    Raises:
+        ConfigError: a message of this role has no text.
     """
     found: list[dict[str, str]] = []
     number = 0
@@ -40,6 +44,8 @@ def with_material(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer) -
         if message.get("role") != ROLE:
             found.append(dict(message))
             continue
+        if not isinstance(message.get("content"), str):
+            raise ConfigError(f"a message of the role {ROLE!r} has a text as its content")
         number += 1
         opens, closes = _OPENS.format(number), _CLOSES.format(number)
         inside = without_marks(message["content"], special_spellings(tokenizer))
@@ -66,8 +72,12 @@ def special_spellings(tokenizer: Tokenizer) -> tuple[str, ...]:
 
 
 def without_marks(text: str, spellings: Sequence[str]) -> str:
-    """Return a text in which no mark and no special token is spelt: a space goes behind the first character of each."""
+    """Return a text in which no mark and no special token is spelt: a space goes behind the first character of each
+    that is none itself. What one character alone makes a token cannot be divided and stays.
+    """
     for spelt in ("[[", "]]", *spellings):
-        while len(spelt) > 1 and spelt in text:
-            text = text.replace(spelt, f"{spelt[0]} {spelt[1:]}")
+        first = len(spelt) - len(spelt.lstrip()) + 1
+        divided = f"{spelt[:first]} {spelt[first:]}"
+        while spelt in text and spelt not in divided:
+            text = text.replace(spelt, divided)
     return text
