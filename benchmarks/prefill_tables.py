@@ -14,6 +14,8 @@ from vivace.evaluate.bootstrap import paired_bootstrap, ratio_of_sums
 
 LEAST = 0.15
 """Share of the questions that a full reading has to answer for a set to say anything about answers."""
+REPORTED = "B"
+"""Half of the rows on which nothing was taught or chosen."""
 HEADINGS = (
     "prefill",
     "layer passes",
@@ -109,24 +111,28 @@ def over_sets(folder: Path) -> str:
     most, timed = dict[tuple[str, str, str], dict[str, Answers]](), dict[tuple[str, str, str], list[Answers]]()
     for _, written in read_named(folder):
         setting, cpu = written["setting"], written["provenance"]["cpu"]
+        if setting["half"] != REPORTED:
+            continue
         for name, answers in written["answers"].items():
-            full = answers["full"]
-            if not full or statistics.mean(one["contains"] for one in full) < LEAST:
-                continue
-            for way in (each for each in answers if each != "full"):
+            for way in (each for each in answers if each != "full" and answers["full"]):
                 key = (cpu, setting["model"], way)
                 if _is_timed(setting):
                     timed.setdefault(key, []).append(answers)
                 sets = most.setdefault(key, {})
-                if name not in sets or len(sets[name]["full"]) < len(full):
+                if name not in sets or len(sets[name]["full"]) < len(answers["full"]):
                     sets[name] = answers
-    rows = [
-        (*key, *_mean_of(sets, key[-1]), _sooner(timed.get(key, []), key[-1]))
-        for key, sets in most.items()
-        if len(sets) > 1
-    ]
+    rows = list[tuple[str, ...]]()
+    for key, sets in most.items():
+        answered = {name: each for name, each in sets.items() if _share(each["full"]) >= LEAST}
+        if len(answered) > 1:
+            rows.append((*key, *_mean_of(answered, key[-1]), _sooner(timed.get(key, []), key[-1])))
     columns = ("sets", "questions", "score", "full", "of full (95 %)", "more nats (95 %)", "first token sooner")
     return table(("processor", "model", "prefill", *columns), rows)
+
+
+def _share(answers: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of answers that contain a reference."""
+    return statistics.mean(one["contains"] for one in answers)
 
 
 def _mean_of(sets: Mapping[str, Answers], way: str) -> tuple[str, ...]:
@@ -169,7 +175,7 @@ def beside_paper(folder: Path, name: str) -> str:
     for _, written in read_named(folder):
         answers = written["answers"].get(name) or {"full": ()}
         full, is_timed = answers["full"], _is_timed(written["setting"])
-        if not full or statistics.mean(one["contains"] for one in full) < LEAST:
+        if not full or _share(full) < LEAST or written["setting"]["half"] != REPORTED:
             continue
         seconds = statistics.mean(one["first_token_s"] for one in full)
         for way, own in answers.items():

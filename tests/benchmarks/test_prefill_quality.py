@@ -108,8 +108,8 @@ def test_sets_weigh_the_same_and_the_largest_run_of_each_counts(tmp_path: Path) 
     def asked(right: list[int], nll: float, seconds: float) -> list[dict[str, Any]]:
         return [{"contains": bool(one), "nll": nll, "first_token_s": seconds} for one in right]
 
-    def write(name: str, answers: dict[str, Any], others: float | None, cpu: str = "A") -> None:
-        setting = {"model": "m", "others_cpu_share": others}
+    def write(name: str, answers: dict[str, Any], others: float | None, cpu: str = "A", half: str = "B") -> None:
+        setting = {"model": "m", "others_cpu_share": others, "half": half}
         (tmp_path / f"{name}.json").write_text(
             json.dumps({"provenance": {"cpu": cpu}, "setting": setting, "answers": answers}), encoding="utf-8"
         )
@@ -120,9 +120,11 @@ def test_sets_weigh_the_same_and_the_largest_run_of_each_counts(tmp_path: Path) 
     write("a", {"one": many, "two": few}, others=None)
     write("b", {"one": few, "three": unknown}, others=0.0)
     write("c", {"four": few}, others=0.0, cpu="B")
+    write("d", {"five": few}, others=0.0, half="A")
+    write("e", {"three": few, "four": {"full": asked([0, 0, 0, 0], 1.0, 9.0)}}, others=1.0)
     (row,) = [line for line in prefill_tables.over_sets(tmp_path).splitlines() if " m |" in line]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1:7] == ["m", "w", "one, two", "44", "62%", "62%"]  # .50 and .75; .25 and 1
     assert cells[7].startswith("100% (")
     assert cells[8].startswith("-0.150 (")  # -.5 and +.2
-    assert cells[9] == "2.00x"
+    assert cells[9] == "1.17x"  # of both sets of the second run
