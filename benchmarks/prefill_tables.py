@@ -14,6 +14,8 @@ from vivace.evaluate.bootstrap import paired_bootstrap, ratio_of_sums
 
 LEAST = 0.15
 """Share of the questions that a full reading has to answer for a set to say anything about answers."""
+LEAST_QUESTIONS = 30
+"""Questions that a set has to have for a mean over sets."""
 REPORTED = "B"
 """Half of the rows on which nothing was taught or chosen."""
 HEADINGS = (
@@ -104,9 +106,10 @@ def _tables(written: Mapping[str, Any]) -> list[str]:
 def over_sets(folder: Path) -> str:
     """Return what each way keeps of the full reading's score, as a mean over all sets that the full reading answers.
 
-    Runs on one kind of processor count together, and ways that were asked on two sets or more. Of each set the run with
-    most questions counts. A set weighs as much as another, whatever the number of its questions, and intervals are of
-    questions drawn anew. How much sooner the first token comes is of the runs that are timed, all sets together.
+    Runs on one kind of processor count together, and ways that were asked on two sets of some size or more. Of each set
+    the run with most questions counts. A set weighs as much as another, whatever the number of its questions, and
+    intervals are of questions drawn anew. How much sooner the first token comes is of the runs that are timed, all sets
+    together.
     """
     most, timed = dict[tuple[str, str, str], dict[str, Answers]](), dict[tuple[str, str, str], list[Answers]]()
     for _, written in read_named(folder):
@@ -123,7 +126,8 @@ def over_sets(folder: Path) -> str:
                     sets[name] = answers
     rows = list[tuple[str, ...]]()
     for key, sets in most.items():
-        answered = {name: each for name, each in sets.items() if _share(each["full"]) >= LEAST}
+        large = {name: each for name, each in sets.items() if len(each["full"]) >= LEAST_QUESTIONS}
+        answered = {name: each for name, each in large.items() if _share(each["full"]) >= LEAST}
         if len(answered) > 1:
             rows.append((*key, *_mean_of(answered, key[-1]), _sooner(timed.get(key, []), key[-1])))
     columns = ("sets", "questions", "score", "full", "of full (95 %)", "more nats (95 %)", "first token sooner")
@@ -132,7 +136,7 @@ def over_sets(folder: Path) -> str:
 
 def _share(answers: Sequence[Mapping[str, Any]]) -> float:
     """Return the share of answers that contain a reference."""
-    return statistics.mean(one["contains"] for one in answers)
+    return statistics.mean(float(one["contains"]) for one in answers)
 
 
 def _mean_of(sets: Mapping[str, Answers], way: str) -> tuple[str, ...]:

@@ -115,16 +115,16 @@ def test_sets_weigh_the_same_and_the_largest_run_of_each_counts(tmp_path: Path) 
         )
 
     many = {"full": asked([1, 0, 0, 0] * 10, 2.0, 3.0), "w": asked([1, 1, 0, 0] * 10, 1.5, 1.0)}
-    few = {"full": asked([1] * 4, 1.0, 3.0), "w": asked([1, 1, 1, 0], 1.2, 1.5)}
-    unknown = {"full": asked([0] * 10, 1.0, 3.0), "w": asked([1] * 10, 0.0, 3.0)}
+    few = {"full": asked([1] * 40, 1.0, 3.0), "w": asked([1, 1, 1, 0] * 10, 1.2, 1.5)}
+    unknown = {"full": asked([0] * 80, 1.0, 3.0), "w": asked([1] * 80, 0.0, 3.0)}
     write("a", {"one": many, "two": few}, others=None)
     write("b", {"one": few, "three": unknown}, others=0.0)
     write("c", {"four": few}, others=0.0, cpu="B")
     write("d", {"five": few}, others=0.0, half="A")
-    write("e", {"three": few, "four": {"full": asked([0, 0, 0, 0], 1.0, 9.0)}}, others=1.0)
+    write("e", {"three": few, "six": {"full": asked([1] * 9, 1.0, 9.0), "w": asked([1] * 9, 1.0, 9.0)}}, others=1.0)
     (row,) = [line for line in prefill_tables.over_sets(tmp_path).splitlines() if " m |" in line]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1:7] == ["m", "w", "one, two", "44", "62%", "62%"]  # .50 and .75; .25 and 1
+    assert cells[1:7] == ["m", "w", "one, two", "80", "62%", "62%"]  # .50 and .75; .25 and 1
     assert cells[7].startswith("100% (")
     assert cells[8].startswith("-0.150 (")  # -.5 and +.2
-    assert cells[9] == "1.17x"  # of both sets of the second run
+    assert cells[9] == "1.20x"  # of both sets of the second run
