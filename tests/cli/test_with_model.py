@@ -237,13 +237,12 @@ def test_bench_prefill_measures_what_the_schedule_predicts(cli: Cli, folder: Pat
         assert row["decode_tokens_per_s"] == pytest.approx(rate, rel=0.5)  # medians of different runs
         if row["prefill"] == "full":
             assert row["speedup"] == row["answer_speedup"] == 1
-            assert row["predicted_s"] == pytest.approx(row["first_token_s"])  # two lengths are fitted exactly
+            assert row["predicted_s"] == row["first_token_s"]
         else:
-            assert row["predicted_s"] is not None
+            assert row["predicted_s"] > 0
     table = cli(*words, "--keep", "0:0.3", "--prefills", "full,lexical", "--repeats", 1, "--lengths", 60)
     assert table.status == 0, table.err
     assert "lexical" in table.out
-    assert "at least two lengths" in table.err
 
 
 def test_generate_says_how_the_prompt_was_read(cli: Cli, folder: Path) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from vivace.prefill.reading_time import ReadingTime
+import vivace
+from vivace.cli.first_token import measure_first_tokens
+from vivace.prefill.reading_time import ReadingTime, pruned_time
 from vivace.prefill.schedule import Schedule, parse_keep
 
 TIME = ReadingTime(by_token=3e-4, by_square=9e-8)
@@ -36,14 +42,33 @@ def test_the_fit_is_relative() -> None:
 def test_a_part_is_a_full_reading_of_what_is_left_in_its_layers() -> None:
     schedule = parse_keep("9:0.5,18:0.5", 30)
     by_hand = 0.3 * TIME.full(4000) + 0.3 * TIME.full(2000) + 0.4 * TIME.full(1000)
-    assert TIME.pruned(schedule, 4000, 30) == pytest.approx(by_hand)
-    assert TIME.pruned(Schedule(()), 4000, 30) == TIME.full(4000)
+    assert pruned_time(TIME.full, schedule, 4000, 30) == pytest.approx(by_hand)
+    assert pruned_time(TIME.full, Schedule(()), 4000, 30) == TIME.full(4000)
 
 
 def test_what_is_read_again_is_read_from_the_first_layer() -> None:
     again = Schedule(parse_keep("12:0.3", 30).points, reads_again=True)
-    assert TIME.pruned(again, 4000, 30) == pytest.approx(0.4 * TIME.full(4000) + TIME.full(1200))
+    assert pruned_time(TIME.full, again, 4000, 30) == pytest.approx(0.4 * TIME.full(4000) + TIME.full(1200))
 
 
 def test_the_share_of_the_square() -> None:
     assert TIME.square_share(4000) == pytest.approx(9e-8 * 4000 / (3e-4 + 9e-8 * 4000))
+
+
+def test_a_schedule_takes_what_full_readings_of_its_parts_take(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = vivace.load(folder), list[tuple[int, str]]()
+
+    def generate(prompt: list[int], **options: Any) -> list[Any]:
+        asked.append((len(prompt), options["prefill"]))
+        stats = SimpleNamespace(
+            first_token_s=1e-3 * len(prompt) ** 2, decode_s=0.1, tokens_per_s=10.0, num_prompt_layer_passes=7
+        )
+        return [SimpleNamespace(stats=stats)]
+
+    monkeypatch.setattr(engine, "generate", generate)
+    rows, _ = measure_first_tokens(engine, ["abc " * 30], [100], ["full", "lazy"], "1:0.3", 2)
+    found = {row.prefill: row.predicted_s for row in rows}
+    layers = engine.model.config.num_layers
+    assert found["full"] == pytest.approx(10.0)
+    assert found["lazy"] == pytest.approx((10.0 + 0.9 * (layers - 1)) / layers)
+    assert asked.count((30, "full")) == 3, "once untimed, twice timed"

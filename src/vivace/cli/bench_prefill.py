@@ -72,7 +72,7 @@ def prefill(
             str(row.num_tokens),
             row.prefill,
             f"{row.first_token_s * 1e3:.1f} ms",
-            "" if row.predicted_s is None else f"{row.predicted_s * 1e3:.1f} ms",
+            f"{row.predicted_s * 1e3:.1f} ms",
             f"{row.speedup:.2f}x",
             f"{row.measured_share:.1%}",
             f"{row.predicted_share:.1%}",
@@ -84,8 +84,6 @@ def prefill(
     ]
     console.table("", columns, rows)
     console.note("layer passes are those of the prompt, as a share of a full reading's; all but full is lossy")
-    if len(sizes) == 1:
-        console.note("times are predicted from full readings of at least two lengths; name another in --lengths")
 
 
 def _numbers(text: str) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from vivace.prefill.table import find_prefill
 if TYPE_CHECKING:
     from vivace.decode.stats import DecodeStats
     from vivace.engine import Engine
-    from vivace.prefill.reading_time import ReadingTime
+    from vivace.prefill.schedule import Schedule
 
 SPACE = 8
 """Tokens of the context that are left for an answer whose length is not said."""
@@ -35,8 +35,8 @@ class FirstToken:
     """Share of them that was counted."""
     speedup: float
     """First token of the full reading over this one, medians."""
-    predicted_s: float | None
-    """Time that the schedule says, from full readings of two lengths or more; None where there is one."""
+    predicted_s: float
+    """Time that the schedule says, from full readings of as many tokens as each of its parts has."""
     answer_s: float
     """Median time to the last token of the answer."""
     answer_speedup: float
@@ -92,7 +92,6 @@ def measure_first_tokens(
         ConfigError: a way is unknown or "full" is missing, or a length cannot be.
     """
     from vivace.evaluate.others import watched_others
-    from vivace.prefill.reading_time import ReadingTime
 
     if "full" not in prefills:
         raise ConfigError(f"prefills {', '.join(prefills)}: full is the baseline of every figure; add it")
@@ -101,53 +100,71 @@ def measure_first_tokens(
         prunes = find_prefill(name).keep is not None
         ways[name] = {"prefill": name, **({"keep": keep, "min_prompt": 1} if prunes else {})}
     prompts = {length: prompt_of(engine, texts, length, new_tokens) for length in lengths}
-    measured: dict[int, dict[str, list[DecodeStats]]] = {}
+    schedules = {name: _schedule_of(engine, name, keep) for name in ways}
+    rows = []
     with watched_others() as others:
         for length, prompt in prompts.items():
-            measured[length] = {name: [] for name in ways}
+            measured: dict[str, list[DecodeStats]] = {name: [] for name in ways}
+            parts = {count for schedule in schedules.values() for count in schedule.counts(length)} - {length}
+            full: dict[int, list[DecodeStats]] = {count: [] for count in sorted(parts)} | {length: measured["full"]}
             for turn in range(repeats + 1):
                 for name in list(ways) if turn % 2 else list(reversed(ways)):
                     options = {"method": "plain", "max_new_tokens": new_tokens, "ignore_eos": True, **ways[name]}
                     stats = engine.generate(prompt, **options)[0].stats
                     if turn:
-                        measured[length][name].append(stats)
-    full = {length: _median(found["full"], _first_token_s) for length, found in measured.items()}
-    fit = ReadingTime.fit(full)
-    rows = [
-        _row(engine, name, keep, length, stats, found["full"], fit)
-        for length, found in measured.items()
-        for name, stats in found.items()
-    ]
+                        measured[name].append(stats)
+                for count in parts:  # each is what a part of a schedule is predicted from
+                    options = {"method": "plain", "max_new_tokens": 1, "ignore_eos": True, **ways["full"]}
+                    stats = engine.generate(prompt[:count], **options)[0].stats
+                    if turn:
+                        full[count].append(stats)
+            seconds = {count: _median(found, _first_token_s) for count, found in full.items()}
+            rows += [_row(engine, name, schedules[name], length, measured, seconds) for name in ways]
     return rows, others.cpu_share
+
+
+def _schedule_of(engine: Engine, name: str, keep: str | None) -> Schedule:
+    """Return the schedule of a way of reading; one without points for those that prune nothing."""
+    from vivace.prefill.schedule import Schedule
+
+    spec = find_prefill(name)
+    return Schedule(()) if spec.keep is None else engine.prefills.schedule(spec, keep)
 
 
 def _row(
     engine: Engine,
     name: str,
-    keep: str | None,
+    schedule: Schedule,
     length: int,
-    measured: Sequence[DecodeStats],
-    full: Sequence[DecodeStats],
-    fit: ReadingTime | None,
+    measured: Mapping[str, Sequence[DecodeStats]],
+    full_s: Mapping[int, float],
 ) -> FirstToken:
-    """Return the figures of one way and one length, beside full readings of that length."""
-    from vivace.prefill.schedule import Schedule
+    """Return the figures of one way and one length.
 
-    spec, num_layers = find_prefill(name), engine.model.config.num_layers
-    schedule = Schedule(()) if spec.keep is None else engine.prefills.schedule(spec, keep)
-    first, answer = _median(measured, _first_token_s), _median(measured, _answer_s)
+    Args:
+        engine: the model.
+        name: of the way.
+        schedule: of the way.
+        length: of the prompt.
+        measured: each way's readings.
+        full_s: first tokens of full readings, by length.
+    """
+    from vivace.prefill.reading_time import pruned_time
+
+    own, full, num_layers = measured[name], measured["full"], engine.model.config.num_layers
+    first, answer = _median(own, _first_token_s), _median(own, _answer_s)
     return FirstToken(
         prefill=name,
         num_tokens=length,
         first_token_s=first,
-        seconds=tuple(stats.first_token_s for stats in measured),
+        seconds=tuple(stats.first_token_s for stats in own),
         predicted_share=schedule.share(length, num_layers),
-        measured_share=measured[-1].num_prompt_layer_passes / ((length - 1) * num_layers),
+        measured_share=own[-1].num_prompt_layer_passes / ((length - 1) * num_layers),
         speedup=_median(full, _first_token_s) / first,
-        predicted_s=None if fit is None else fit.pruned(schedule, length, num_layers),
+        predicted_s=pruned_time(full_s.__getitem__, schedule, length, num_layers),
         answer_s=answer,
         answer_speedup=_median(full, _answer_s) / answer,
-        decode_tokens_per_s=_median(measured, lambda stats: stats.tokens_per_s),
+        decode_tokens_per_s=_median(own, lambda stats: stats.tokens_per_s),
     )
 
 

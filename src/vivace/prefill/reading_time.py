@@ -1,13 +1,16 @@
-"""How long a prompt is read, from its length and its schedule: ``seconds = a n + b n^2`` for a full reading.
+"""How long a prompt is read, from its length and its schedule.
 
-The part of the matrices grows with the number of tokens, that of attention with its square. A part of a schedule is a
-full reading of the tokens that are left, in its share of the layers; what choosing them takes is left out, and so are
-tokens that are guessed first.
+A part of a schedule is a full reading of the tokens that are left, in its share of the layers; what choosing them takes
+is left out, and so are tokens that are guessed first.
+
+A full reading follows ``seconds = a n + b n^2``: the part of the matrices grows with the number of tokens, that of
+attention with its square. A last chunk of few tokens takes longer than this law says, so where full readings of as many
+tokens as a part has can be timed, those say more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from vivace.prefill.schedule import Schedule
@@ -44,11 +47,19 @@ class ReadingTime:
         """Return the seconds of a full reading."""
         return self.by_token * length + self.by_square * length**2
 
-    def pruned(self, schedule: Schedule, length: int, num_layers: int) -> float:
-        """Return the seconds of a reading that prunes."""
-        parts = zip(schedule.counts(length), schedule.spans(num_layers), strict=True)
-        return sum(self.full(count) * (stop - start) / num_layers for count, (start, stop) in parts)
-
     def square_share(self, length: int) -> float:
         """Return which share of a full reading grows with the square of its length."""
         return self.by_square * length**2 / self.full(length)
+
+
+def pruned_time(full: Callable[[int], float], schedule: Schedule, length: int, num_layers: int) -> float:
+    """Return the seconds of a reading that prunes.
+
+    Args:
+        full: seconds of a full reading, by number of tokens.
+        schedule: what goes on.
+        length: tokens of the prompt.
+        num_layers: of the model.
+    """
+    parts = zip(schedule.counts(length), schedule.spans(num_layers), strict=True)
+    return sum(full(count) * (stop - start) / num_layers for count, (start, stop) in parts)
