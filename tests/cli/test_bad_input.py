@@ -343,6 +343,11 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         USAGE,
         "tiny is the model itself; name another folder for the guard",
     ),
+    "a guard with curves": (
+        ("train", "guard", "--model", "tiny", "--data", "letters.jsonl", "--tensorboard", "curves"),
+        USAGE,
+        "--tensorboard draws the curves of trainings in steps",
+    ),
     "a guard over a LoRA": (
         ("train", "guard", "--model", "tiny", "--data", "letters.jsonl", "--adapter", "x=y"),
         USAGE,

@@ -126,3 +126,8 @@ def test_members_that_leave_no_room_are_refused_before_any_is_learnt(tmp_path: P
 def test_what_cannot_be_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="different numbers"):
         build(PromptsRecipe, VALUES | change)
+
+
+def test_weights_of_a_stored_model_that_is_not_named_are_refused() -> None:
+    with pytest.raises(ConfigError, match="name it with stored=MODEL"):
+        build(PromptsRecipe, VALUES | {"loss": {"cross_entropy": 0.5}})

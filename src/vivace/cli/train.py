@@ -63,6 +63,7 @@ def _train_lazy(changes: list[str], flags: TrainFlags) -> None:
     if flags.reads_store:
         raise ConfigError("what prompts are scored with is learnt in memory; leave out --memory and --reader")
     _refuse_adapter(flags)
+    _refuse_curves(flags)
     load = options.LoadFlags(device=flags.device, dtype=flags.dtype, ignore_config_key=flags.ignore_config_key)
     out, engine = flags.folder(LAZY), open_engine(flags.model, (), load)
     report = flags.report()
@@ -76,6 +77,7 @@ def _train_guard(changes: list[str], flags: TrainFlags) -> None:
             "a guard is learnt in memory and takes what it takes; leave out --memory, --reader, --minutes"
         )
     _refuse_adapter(flags)
+    _refuse_curves(flags)
     out, report = flags.folder(GUARD), flags.report()
     engine = open_engine(flags.model, (), flags.load_flags())
     train_guard(engine, changes, flags.prompts(), out, report, as_json=flags.as_json)
@@ -85,6 +87,12 @@ def _refuse_adapter(flags: TrainFlags) -> None:
     """Refuse a LoRA where nothing is trained over one."""
     if flags.adapter is not None:
         raise ConfigError("--adapter is for the weights of a method that drafts; leave it out")
+
+
+def _refuse_curves(flags: TrainFlags) -> None:
+    """Refuse curves where nothing is reported step by step."""
+    if flags.tensorboard is not None:
+        raise ConfigError("--tensorboard draws the curves of trainings in steps; leave it out")
 
 
 def _train_whole(recipe: WholeRecipe | Seq2SeqRecipe, kind: str, flags: TrainFlags) -> None:

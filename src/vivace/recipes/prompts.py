@@ -46,6 +46,8 @@ class PromptsRecipe(FrozenRecipe):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values) or min(values) < (name == "lengths"):
                 raise ConfigError(f"{name} are different numbers, lengths above 0; found {list(values)}")
+        if not self.stored and self.loss != DistillationLoss():
+            raise ConfigError("loss weighs what a stored model says; name it with stored=MODEL, or leave loss out")
 
     @property
     def num_trainings(self) -> int:
