@@ -4,13 +4,13 @@ A small chat model answers hardly any question about twenty documents, with any 
 prompt has no score to lose (``prefill_quality.py``). ``talks`` writes what a LoRA of the same model learns to answer
 from: a few documents, and one question after the other about them, each with its answer; also texts with a question
 (``--pages``) and keys of a list (``--keys``). ``lessons`` writes prompts from which ``vivace train lazy`` learns, the
-kinds in turns, so that one score serves all of them. Both are of half A of the rows; what is reported is asked about
-half B.
+kinds in turns, so that one score serves all of them; with ``--front 3`` every third question about documents stands in
+front of them. Both are of half A of the rows; what is reported is asked about half B.
 
     python -m benchmarks.readers talks OUT.jsonl SRC [--pages FILE]... [--keys FILE]
     vivace train lora --model MODEL --data OUT.jsonl --out reader longest=2048 tokens_per_batch=2048 held_back=16
     vivace convert MERGED --model MODEL --merge reader
-    python -m benchmarks.readers lessons LESSONS.jsonl --set NAME=TASK:FILE:DOCUMENTS:COUNT ...
+    python -m benchmarks.readers lessons LESSONS.jsonl --front 3 --set NAME=TASK:FILE:DOCUMENTS:COUNT ...
     vivace train lazy --model MERGED --data LESSONS.jsonl
 """
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
 from random import Random
@@ -74,10 +75,27 @@ def keys(rows: Sequence[Mapping[str, Any]], draws: Random) -> Iterator[list[dict
         yield turns
 
 
-def lessons(sets: Sequence[QuestionSet]) -> list[Prompt]:
-    """Return questions of half A, those of the sets in turns as long as each has some."""
-    rounds = zip_longest(*(each.questions("A", seed=7) for each in sets))
-    return [question for question in chain.from_iterable(rounds) if question is not None]
+def lessons(sets: Sequence[QuestionSet], front: int = 0) -> list[Prompt]:
+    """Return questions of half A, those of the sets in turns as long as each has some.
+
+    Args:
+        sets: of questions.
+        front: one of so many questions about documents stands in front of them; 0 for none.
+    """
+    asked = []
+    for each in sets:
+        own = each.questions("A", seed=7)
+        if front and each.task == "multidoc":
+            own[front - 1 :: front] = map(asked_in_front, own[front - 1 :: front])
+        asked.append(own)
+    return [question for question in chain.from_iterable(zip_longest(*asked)) if question is not None]
+
+
+def asked_in_front(prompt: Prompt) -> Prompt:
+    """Return a prompt about documents with its question in front of them; what is to be done stays at the end."""
+    documents, _, asked = str(prompt.request).rpartition("\n\nQuestion: ")
+    question, _, task = asked.partition("\n")
+    return replace(prompt, request=f"Question: {question}\n{documents}\n\n{task}")
 
 
 def main() -> None:
@@ -92,9 +110,10 @@ def main() -> None:
     taught = kinds.add_parser("lessons", help="prompts for the scores of `vivace train lazy`")
     taught.add_argument("output", type=Path)
     taught.add_argument("--set", action="append", required=True, dest="sets", type=QuestionSet.of)
+    taught.add_argument("--front", type=int, default=0, help="one of so many questions about documents is in front")
     asked = parser.parse_args()
     if asked.kind == "lessons":
-        print(f"{save_prompts(asked.output, lessons(asked.sets))} prompts of {len(asked.sets)} kinds")
+        print(f"{save_prompts(asked.output, lessons(asked.sets, asked.front))} prompts of {len(asked.sets)} kinds")
         return
     kinds_of = [(conversations, asked.source, TIMES), *((pages, each, 1) for each in asked.pages)]
     kinds_of += [(keys, asked.keys, TIMES)] if asked.keys else []

@@ -63,3 +63,16 @@ def test_lessons_are_of_all_kinds_in_turns_and_of_half_the_rows(
     for prompt in written[::2][:3]:
         assert str(prompt.request).count("Document ") == 3
         assert not any(f"(T{at})" in str(prompt.request) for at in range(1, 20, 2))
+
+
+def test_some_questions_stand_in_front_of_their_documents(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows(20)))
+    sets = [readers.QuestionSet.of(f"nq=multidoc:{source}:3:6")]
+    plain, some = readers.lessons(sets), readers.lessons(sets, front=3)
+    for at, (before, after) in enumerate(zip(plain, some, strict=True), 1):
+        asked = str(after.request)
+        assert sorted(asked.split("\n")) == sorted(str(before.request).split("\n"))
+        assert asked.startswith("Question: who is ") == (at % 3 == 0)
+        assert asked.endswith("Answer the question in a few words, from the documents.")
+        assert after.references == before.references

@@ -40,16 +40,17 @@ BREAKS = [PROMPT[60], PROMPT[130], PROMPT[190]]
 GREEDY: dict[str, Any] = {"do_sample": False, "ignore_eos": True, "max_new_tokens": 8, "method": "plain"}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model beside which scores lie that nothing has taught."""
-    folder = make_checkpoint(tmp_path_factory.mktemp("model"), context=512, layers=LAYERS)
+@pytest.fixture(scope="module", params=[0, 40], ids=["window", "window and opening"])
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A model beside which scores lie that nothing has taught; those of the window alone in the form they first had."""
+    folder, opening = make_checkpoint(tmp_path_factory.mktemp("model"), context=512, layers=LAYERS), request.param
     generator = torch.Generator().manual_seed(3)
     width = json.loads((folder / "config.json").read_text())["hidden_size"]
     maps = {f"{side}.2": torch.randn(4, width, generator=generator) for side in ("query", "key")}
-    maps["weight.2"] = torch.randn(width, generator=generator) / 8
+    maps["weight.2"] = torch.randn((2, width) if opening else width, generator=generator) / 8
     heads = [{"point": 2, "heads": [1]}, {"point": 4, "heads": [0, 1]}]
     config = {"window": 16, "rank": 4, "breaks": BREAKS, "layers": [2], "heads": heads}
+    config |= {"opening": opening} if opening else {}
     save_adapter(folder / "adapters" / "lazy", "lazy", base_hash(folder), {"keep": "2:0.4:taught"}, config, maps)
     return folder
 
@@ -82,8 +83,10 @@ def test_a_prompt_is_divided_at_its_lines() -> None:
     assert divide(tokens, {7}, 20) == (SINKS, 40, 87, 90, 90, 90, 93, 93, 93, 20)
     assert divide([1] * 300, (), 32) == (4, 88, 88, 88, 32)
     assert divide([1] * 30, {1}, 32) == (0, 30)
+    assert divide(tokens, {7}, 20, 50) == (50, 81, 90, 90, 90, 93, 93, 93, 20), "the opening ends within a line"
     for length in (1, 5, 37, 200):
         assert sum(divide([7] * length, {7}, 32)) == length
+        assert sum(divide([7] * length, {7}, 32, 64)) == length
 
 
 def test_passages_go_on_as_a_whole() -> None:
@@ -105,21 +108,24 @@ def test_the_line_that_the_window_cuts_goes_on() -> None:
     assert by_passages(scores, lengths, 4 + 5 + 20).tolist() == [*range(4), *range(184, 189), *range(193, 213)]
 
 
-def test_a_passage_has_the_sum_of_the_best_matches() -> None:
+@pytest.mark.parametrize("sides", [1, 2], ids=["window", "window and opening"])
+def test_a_passage_has_the_sum_of_the_best_matches(sides: int) -> None:
     """The late interaction, beside loops over tokens."""
     torch.manual_seed(0)
     maps, hidden, lengths = (
-        Maps(torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)),
+        Maps(torch.randn(3, 8), torch.randn(3, 8), torch.randn(sides, 8)),
         torch.randn(31, 8),
         (4, 9, 13, 5),
     )
+    asking = [(q, maps.weight[0]) for q in range(26, 31)]
+    asking += [(q, maps.weight[1]) for q in range(4) if sides == 2]
     x = hidden / (hidden.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     wanted = []
     for start, stop in ((4, 13), (13, 26)):
         total = 0.0
-        for q in range(26, 31):
+        for q, weight in asking:
             best = max(float((maps.query @ x[q]) @ (maps.key @ x[i])) for i in range(start, stop))
-            total += best / 3**0.5 * float(torch.log1p((x[q] @ maps.weight).exp()))
+            total += best / 3**0.5 * float(torch.log1p((x[q] @ weight).exp()))
         wanted.append(total)
     assert torch.allclose(maps.scores(hidden, lengths), torch.tensor(wanted), atol=1e-4)
 
@@ -132,8 +138,8 @@ def test_a_session_keeps_what_the_maps_say(engine: Engine) -> None:
     model, maps = engine.model, engine.prefills.learned.maps[2]
     with torch.inference_mode():
         lesson = observe(model, PROMPT, [5], [2], 16, 4)
-        lengths = divide(PROMPT, BREAKS, 16)
-        assert len(lengths) > 5, "there are passages"
+        lengths = divide(PROMPT, BREAKS, 16, engine.prefills.learned.config.opening)
+        assert len(lengths) > 4, "there are passages"
         kept = by_passages(maps.scores(lesson.hidden[2], lengths), lengths, count)
         session = Session(model, num_slots=1, capacity=400)
         session.admit(engine.request(PROMPT, Options.of({**GREEDY, "prefill": "lazy", "min_prompt": 1})))
@@ -190,17 +196,17 @@ def test_heads_that_copy_are_the_teachers_and_heads_that_find_are_chosen() -> No
     assert share > 0.99
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_maps_learn_what_is_wanted(seed: int) -> None:
-    """A token that has the same mark as one in the window is wanted; its block is found on unseen texts."""
+@pytest.mark.parametrize(("seed", "asker"), [(0, -3), (1, -3), (0, 2)], ids=["end", "end too", "opening"])
+def test_maps_learn_what_is_wanted(seed: int, asker: int) -> None:
+    """A token that has the same mark as one in the window or the opening is wanted; its block is found elsewhere."""
     torch.manual_seed(seed)
     marks = torch.randn(12, 24)
 
     def text() -> tuple[torch.Tensor, torch.Tensor]:
         hidden, place, mark = torch.randn(288, 24), int(torch.randint(8, 250, ())), int(torch.randint(0, 12, ()))
         hidden[place] += 4 * marks[mark]
-        hidden[-3] += 4 * marks[mark]
-        for other in torch.randint(0, 250, (6,)).tolist():
+        hidden[asker] += 4 * marks[mark]
+        for other in torch.randint(8 if asker > 0 else 0, 250, (6,)).tolist():
             if other != place:
                 hidden[other] += 4 * marks[(mark + 1 + other % 11) % 12]
         return hidden, torch.nn.functional.one_hot(torch.tensor(place), 288).float()
@@ -211,28 +217,31 @@ def test_maps_learn_what_is_wanted(seed: int) -> None:
         """What goes on of it: two passages and a part, besides the ends and the short passage before the window."""
         return float(found[1][by_passages(maps.scores(found[0], lengths), lengths, 88 + 20)].sum())
 
-    maps = teach([Example(*text(), lengths) for _ in range(160)], rank=16, steps=120, seed=0)
+    maps = teach([Example(*text(), lengths) for _ in range(160)], rank=16, steps=120, seed=0, opening=asker > 0)
     unseen = [text() for _ in range(30)]
-    untaught = Maps(torch.randn(16, 24), torch.randn(16, 24), torch.zeros(24))
+    untaught = Maps(torch.randn(16, 24), torch.randn(16, 24), torch.zeros(1, 24))
     assert sum(share(maps, each) for each in unseen) / 30 > 0.8
     assert sum(share(untaught, each) for each in unseen) / 30 < 0.45
 
 
 def test_a_batch_sets_passages_of_all_prompts_against_each_other() -> None:
-    """The loss of two prompts is the mean of two cross entropies over the passages of both."""
+    """The loss of two prompts is the mean of two cross entropies over the passages of both, whose ends differ."""
     torch.manual_seed(1)
-    maps = Maps(torch.randn(3, 8), torch.randn(3, 8), torch.randn(8))
+    maps = Maps(torch.randn(3, 8), torch.randn(3, 8), torch.randn(2, 8))
     wanted = [torch.zeros(31), torch.zeros(31)]
     wanted[0][5], wanted[1][20] = 1.0, 1.0
-    batch = [Example(torch.randn(31, 8), want, (4, 9, 13, 5)) for want in wanted]
+    parts = (4, 9, 13, 5), (2, 9, 14, 6)
+    batch = [Example(torch.randn(31, 8), want, own) for want, own in zip(wanted, parts, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vivace.prefill.lessons._DROPOUT", 0.0)
         loss = loss_of(maps, batch, torch.Generator())
     x = [normed(each.hidden) for each in batch]
     losses = []
-    for asker, own in ((0, 0), (1, 3)):
-        found = [maps.matches(x[asker][26:], each, (4, 9, 13, 5)).sum(1) for each in x]
-        losses.append(-torch.cat(found).log_softmax(0)[own])
+    for asker, goal in ((0, 0), (1, 3)):
+        asking = maps.asking(x[asker], parts[asker])
+        assert len(asking[0]) == parts[asker][0] + parts[asker][-1]
+        found = [maps.matches(*asking, each, own).sum(1) for each, own in zip(x, parts, strict=True)]
+        losses.append(-torch.cat(found).log_softmax(0)[goal])
     assert torch.allclose(loss, torch.stack(losses).mean(), atol=1e-5)
 
 
@@ -241,10 +250,11 @@ def test_only_passages_that_name_the_answer_count(engine: Engine) -> None:
     lesson = observe(engine.model, PROMPT[:120], [PROMPT[7]], [2], 16, 3)
     named = torch.zeros(120, dtype=torch.bool)
     named[40:60] = True
-    want = target_of(lesson, teachers_of([lesson]), 16, named)
+    parts = (4, 100, 16)
+    want = target_of(lesson, teachers_of([lesson]), parts, named)
     assert want is not None
     assert float(want[40:60].sum()) == pytest.approx(1)
-    without = target_of(lesson, teachers_of([lesson]), 16, torch.zeros(120, dtype=torch.bool))
+    without = target_of(lesson, teachers_of([lesson]), parts, torch.zeros(120, dtype=torch.bool))
     assert without is not None
     assert float(without[40:60].sum()) < 0.9
 
@@ -263,7 +273,7 @@ def test_a_lesson_has_what_the_answer_read(engine: Engine) -> None:
     }
     assert 0 < float(lesson.copies.max()) <= 1.001
     assert len(teachers_of([lesson])) == 5
-    assert target_of(lesson, teachers_of([lesson]), 16) is not None
+    assert target_of(lesson, teachers_of([lesson]), (4, 100, 16)) is not None
 
 
 def test_residuals_are_those_of_a_full_reading(engine: Engine) -> None:
@@ -275,10 +285,10 @@ def test_residuals_are_those_of_a_full_reading(engine: Engine) -> None:
         assert torch.allclose(found[point].float(), hidden.float(), atol=0.05)
     named = torch.zeros(301, dtype=torch.bool)
     named[100:140] = named[290:] = named[0] = True
-    want = target_in(named, 16)
+    want = target_in(named, (50, 235, 16))
     assert want is not None
     assert want.tolist() == pytest.approx([1 / 40 if 100 <= place < 140 else 0 for place in range(301)])
-    assert target_in(torch.zeros(301, dtype=torch.bool), 16) is None
+    assert target_in(torch.zeros(301, dtype=torch.bool), (50, 235, 16)) is None
 
 
 @pytest.mark.parametrize(
@@ -326,6 +336,8 @@ def test_train_and_tune_from_the_command_line(tmp_path: Path, capsys: pytest.Cap
     assert "say what to learn from: --data FILE" in capsys.readouterr().err
     assert run_cli(["train", "lazy", "rnk=3", "--model", str(folder), "--data", str(data)]) == 2
     assert "did you mean 'rank'" in capsys.readouterr().err
+    assert run_cli(["train", "lazy", "opening=-1", "--model", str(folder), "--data", str(data)]) == 2
+    assert "opening must be at least 0, found -1" in capsys.readouterr().err
     line = ["train", "lazy", "points=[2,4]", "--model", str(folder), "--data", str(data)]
     assert run_cli(line) == 2
     assert "points has layer 4; it must be from 1 to 3" in capsys.readouterr().err
@@ -338,6 +350,7 @@ def test_train_and_tune_from_the_command_line(tmp_path: Path, capsys: pytest.Cap
     assert {each["score"] for each in found["scores"]} == {"heads", "taught"}
     written = json.loads((folder / "adapters" / "lazy" / "config.json").read_text())
     assert written["plan"]["keep"].endswith(":0.3:taught")
+    assert written["config"]["opening"] == 64
     assert run_cli(["tune", "lazy", "--floor", "1.5", "--model", str(folder), "--prompts", str(data)]) == 2
     assert "--floor is 1.5; it must be in (0, 1]" in capsys.readouterr().err
     assert run_cli(["tune", "multirate", "--floor", "0.9", "--model", str(folder), "--prompts", str(data)]) == 2

@@ -115,8 +115,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trained().save_pretrained(folder)
     data = folder / "rows.jsonl"
     save_prompts(data, prompts_of(300, seed=2))
-    line = ["train", "lazy", "points=[1]", "prompts=300", "steps=240", "window=2", "rank=32", "answer_tokens=1"]
-    assert run_cli([*line, "--model", str(folder), "--data", str(data)]) == 0
+    line = ["train", "lazy", "points=[1]", "prompts=300", "steps=240", "window=2", "opening=0", "rank=32"]
+    assert run_cli([*line, "answer_tokens=1", "--model", str(folder), "--data", str(data)]) == 0
     return folder
 
 

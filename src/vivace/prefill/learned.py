@@ -1,16 +1,18 @@
 """Scores that are learnt or chosen for one model, and the files in which they lie beside it.
 
 The mean over all heads of what the last token reads (eq. 1 of LazyLLM, arXiv:2407.14057) says little about which
-passage a question needs, in a layer low enough to save time. Two other scores of a token look at the last tokens of the
-prompt, the *window*, where the question is:
+passage a question needs, in a layer low enough to save time. Two other scores of a token look at the tokens of the
+prompt that ask: the last ones, the *window*, and the first ones, the *opening*, since some questions stand in front of
+their text.
 
 * ``heads``: with how much weight the window reads the token in a few heads of the layer below the point, those that
-  find what the answer needs on a user's own prompts (retrieval heads: Wu et al. 2024, arXiv:2404.15574);
-* ``taught``: each token q of the window looks for its best match in a passage, and the passage has the sum over the
-  window, ``sum_q w(x_q) max_i (W_q x_q . W_k x_i) / sqrt(r)`` with ``w = log(1 + exp(u . x_q))``: the late interaction
+  find what the answer needs on a user's own prompts (retrieval heads: Wu et al. 2024, arXiv:2404.15574); the opening
+  cannot read what is behind it, and does not ask;
+* ``taught``: each token q of window and opening looks for its best match in a passage, and the passage has the sum over
+  them, ``sum_q w(x_q) max_i (W_q x_q . W_k x_i) / sqrt(r)`` with ``w = log(1 + exp(u . x_q))``: the late interaction
   of ColBERT (Khattab & Zaharia 2020, arXiv:2004.12832) between residuals x at the point, each divided by its root mean
-  square. ``W_q``, ``W_k`` of rank r and ``u`` are taught (``lessons.py``) what the answers of the model's own prompts
-  read in the layers above. This score is ours, not the paper's.
+  square. ``W_q``, ``W_k`` of rank r and ``u``, one for the window and one for the opening, are taught (``lessons.py``)
+  what the answers of the model's own prompts read in the layers above. This score is ours, not the paper's.
 
 Both are scores of passages (``passages.py``), of which the former takes the token that is read most.
 
@@ -25,6 +27,7 @@ from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -37,6 +40,8 @@ from vivace.prefill.passages import largest
 KIND = "lazy"
 WINDOW = 32
 """Tokens at the end of a prompt that are asked what it needs."""
+OPENING = 64
+"""Tokens at its beginning that are."""
 RANK = 64
 SIDES = ("query", "key", "weight")
 """Parts of maps, as they are called in a file."""
@@ -64,6 +69,8 @@ class LazyConfig:
     """What the scores of a model are made from."""
 
     window: int = WINDOW
+    opening: int = 0
+    """Tokens at the beginning that are asked; 0 where maps were taught to ask the window alone."""
     rank: int = RANK
     breaks: tuple[int, ...] = ()
     """Tokens that end a line of text."""
@@ -83,26 +90,33 @@ class Maps:
     """(r, E)"""
 
     weight: Tensor
-    """(E,) of how much a token of the window counts."""
+    """(1, E) or (2, E): says how much a token of the window counts, and one of the opening, where that asks."""
 
     def scores(self, hidden: Tensor, lengths: Sequence[int]) -> Tensor:
         """Return the score of each passage, (n, E) -> (P,) float32, where ``lengths`` are those of the parts."""
         x = normed(hidden)
-        return self.matches(x[len(x) - lengths[-1] :], x, lengths).sum(1)
+        return self.matches(*self.asking(x, lengths), x, lengths).sum(1)
 
-    def matches(self, asking: Tensor, x: Tensor, lengths: Sequence[int]) -> Tensor:
+    def asking(self, x: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the tokens of a prompt (n, E) that ask: their residuals (Q, E), and how much each counts (Q,)."""
+        sides = (x[len(x) - lengths[-1] :], x[: lengths[0]])[: len(self.weight)]
+        counts = [softplus(side @ weight) for side, weight in zip(sides, self.weight, strict=True)]
+        return torch.cat(sides), torch.cat(counts)
+
+    def matches(self, asking: Tensor, counts: Tensor, x: Tensor, lengths: Sequence[int]) -> Tensor:
         """Return how well each passage matches each token that asks.
 
         Args:
             asking: (Q, E) normed residuals of the tokens that ask.
-            x: (n, E) those of a prompt.
+            counts: (Q,) how much each of them counts.
+            x: (n, E) residuals of a prompt.
             lengths: of the prompt's parts.
 
         Returns:
             (P, Q), weighted.
         """
         found = (x @ self.key.T) @ (asking @ self.query.T).T / sqrt(len(self.key))
-        return largest(found, lengths) * softplus(asking @ self.weight)
+        return largest(found, lengths) * counts
 
 
 def normed(hidden: Tensor) -> Tensor:
@@ -139,7 +153,12 @@ class LearnedScores:
         names = {f"{side}.{layer}" for layer in config.layers for side in SIDES}
         if names != set(tensors):
             raise MismatchError(f"the weights in {folder} do not fit its config.json; train it again")
-        maps = {layer: Maps(*(tensors[f"{side}.{layer}"] for side in SIDES)) for layer in config.layers}
+        maps = {
+            layer: Maps(
+                tensors[f"query.{layer}"], tensors[f"key.{layer}"], torch.atleast_2d(tensors[f"weight.{layer}"])
+            )
+            for layer in config.layers
+        }
         return LearnedScores(build(LazyPlan, written["plan"]), config, maps, folder)
 
     def check_fits(self, model: ModelConfig) -> None:

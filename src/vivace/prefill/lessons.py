@@ -26,7 +26,6 @@ from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.prefill.learned import Maps, normed
 from vivace.prefill.passages import by_passages, largest, sums
-from vivace.prefill.scores import SINKS
 
 TEACHERS = 5
 """Heads from which is learnt."""
@@ -133,37 +132,37 @@ def teachers_of(lessons: Sequence[Lesson]) -> list[tuple[int, int]]:
 
 
 def target_of(
-    lesson: Lesson, teachers: Sequence[tuple[int, int]], window: int, named: Tensor | None = None
+    lesson: Lesson, teachers: Sequence[tuple[int, int]], lengths: Sequence[int], named: Tensor | None = None
 ) -> Tensor | None:
     """Return which share of what an answer needs lies at each token (n,), the ends left out; None where it is nothing.
 
     Args:
         lesson: what was read.
         teachers: heads that tell.
-        window: tokens at the end of the prompt that are left out.
+        lengths: of the prompt's parts, of which the first and the last are left out.
         named: (n,) whether a token's passage has the answer in its own words; where some have, only those count.
     """
     read = torch.stack([lesson.reads[layer, head].float() for layer, head in teachers]).mean(0)
     if named is not None and named.any():
         inside = read * named
         read = inside if inside.sum() >= LEAST else named.float()
-    return _between_ends(read, window)
+    return _between_ends(read, lengths)
 
 
-def target_in(named: Tensor, window: int) -> Tensor | None:
+def target_in(named: Tensor, lengths: Sequence[int]) -> Tensor | None:
     """Return the target where only is known which passages have the answer in its own words: equal shares of these.
 
     Args:
         named: (n,) whether a token's passage has it.
-        window: tokens at the end of the prompt that are left out.
+        lengths: of the prompt's parts, of which the first and the last are left out.
     """
-    return _between_ends(named.float(), window)
+    return _between_ends(named.float(), lengths)
 
 
-def _between_ends(read: Tensor, window: int) -> Tensor | None:
+def _between_ends(read: Tensor, lengths: Sequence[int]) -> Tensor | None:
     """Return what was read (n,) without the ends as shares, or None where that is nothing."""
-    read[:SINKS] = 0
-    read[max(0, len(read) - window) :] = 0
+    read[: lengths[0]] = 0
+    read[len(read) - lengths[-1] :] = 0
     return None if read.sum() < LEAST else read / read.sum()
 
 
@@ -216,21 +215,28 @@ class Example:
 
 
 def teach(
-    examples: Sequence[Example], *, rank: int, steps: int, seed: int, stop: Callable[[], bool] = lambda: False
+    examples: Sequence[Example],
+    *,
+    rank: int,
+    steps: int,
+    seed: int,
+    opening: bool = False,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Maps:
     """Teach maps what is wanted of prompts whose residuals at a point are given.
 
     Args:
-        examples: the prompts, whose windows have one length.
+        examples: the prompts.
         rank: of the maps.
         steps: of the optimiser.
         seed: of what is drawn.
+        opening: whether a prompt's opening asks, too.
         stop: whether the time is over.
     """
     generator, draws = torch.Generator().manual_seed(seed), Random(seed)
     width = examples[0].hidden.shape[1]
     first = torch.randn(rank, width, generator=generator) / sqrt(width)
-    maps = Maps(*(torch.nn.Parameter(each) for each in (first.clone(), first.clone(), torch.zeros(width))))
+    maps = Maps(*(torch.nn.Parameter(each) for each in (first.clone(), first.clone(), torch.zeros(1 + opening, width))))
     groups: list[dict[str, Any]] = [{"params": [maps.query, maps.key]}, {"params": [maps.weight], "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(groups, lr=_RATE, weight_decay=_DECAY)
     rise = min(_WARMUP, steps)
@@ -252,9 +258,11 @@ def loss_of(maps: Maps, batch: Sequence[Example], generator: torch.Generator) ->
     for example in batch:
         x = normed(example.hidden)
         hidden.append(x * (torch.rand(x.shape, generator=generator) >= _DROPOUT) / (1 - _DROPOUT))
-    asking = torch.cat([x[len(x) - each.lengths[-1] :] for x, each in zip(hidden, batch, strict=True)])
-    found = [maps.matches(asking, x, each.lengths) for x, each in zip(hidden, batch, strict=True)]
-    likely = torch.cat(found).unflatten(1, (len(batch), -1)).sum(2).log_softmax(0)  # (passages, prompts)
+    asked = [maps.asking(x, each.lengths) for x, each in zip(hidden, batch, strict=True)]
+    asking, counts = (torch.cat(each) for each in zip(*asked, strict=True))
+    found = [maps.matches(asking, counts, x, each.lengths) for x, each in zip(hidden, batch, strict=True)]
+    by_prompt = torch.cat(found).split([len(tokens) for tokens, _ in asked], 1)
+    likely = torch.stack([own.sum(1) for own in by_prompt], 1).log_softmax(0)  # (passages, prompts)
     own = likely.split([len(each) for each in found])
     goals = [sums(each.wanted, each.lengths) for each in batch]
     losses = [-(goal * mine[:, place]).sum() for place, (goal, mine) in enumerate(zip(goals, own, strict=True))]

@@ -2,8 +2,8 @@
 
 An answer needs a sentence together with the title above it and the words around it. So the scores that are learnt are
 those of passages: a line of the text each, where short lines go with the next one and long ones are divided. A prompt
-is written as the lengths of its parts: the first tokens, which all heads lean on, then the passages, then the window
-at the end, where the question is. The first and the last part always go on.
+is written as the lengths of its parts: the opening, whose first tokens all heads lean on, then the passages, then the
+window at the end. The question is in the window, or else in the opening. The first and the last part always go on.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ LONGEST = 256
 PART = 128
 
 
-def divide(tokens: Sequence[int], breaks: Collection[int], window: int) -> tuple[int, ...]:
-    """Return the lengths of a prompt's parts: first tokens, passages, window.
+def divide(tokens: Sequence[int], breaks: Collection[int], window: int, opening: int = 0) -> tuple[int, ...]:
+    """Return the lengths of a prompt's parts: opening, passages, window.
 
     Args:
         tokens: of the prompt.
         breaks: tokens that end a line.
         window: tokens at the end that are no passage.
+        opening: tokens at the beginning that are none; those up to ``SINKS`` never are.
     """
     last = max(0, len(tokens) - window)
-    first = min(SINKS, last)
+    first = min(max(SINKS, opening), last)
     ends = [place + 1 for place in range(first, last - 1) if tokens[place] in breaks]
     edges = [first]
     for end in (*ends, last):

@@ -325,7 +325,7 @@ class Pruning(NoMemory):
         assert self._learned is not None, "asked for before"
         reading, config = self._readings[slot], self._learned.config
         tokens = [reading.prompt[place] for place in reading.positions.tolist()]
-        lengths = divide(tokens, config.breaks, config.window)
+        lengths = divide(tokens, config.breaks, config.window, config.opening)
         if score == "taught":
             return by_passages(self._learned.maps[stop].scores(hidden, lengths), lengths, count)
         return by_passages(largest(self._read(slot, part), lengths), lengths, count)

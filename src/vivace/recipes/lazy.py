@@ -16,7 +16,17 @@ from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.engine import Engine
 from vivace.errors import ConfigError
 from vivace.evaluate.quality import contains
-from vivace.prefill.learned import KIND, RANK, WINDOW, HeadsBelow, LazyConfig, LazyPlan, Maps, tensors_of
+from vivace.prefill.learned import (
+    KIND,
+    OPENING,
+    RANK,
+    WINDOW,
+    HeadsBelow,
+    LazyConfig,
+    LazyPlan,
+    Maps,
+    tensors_of,
+)
 from vivace.prefill.lessons import (
     Example,
     Lesson,
@@ -52,6 +62,8 @@ class LazyRecipe:
 
     rank: int = RANK
     window: int = WINDOW
+    opening: int = OPENING
+    """Tokens at the beginning of a prompt that ask, as the ``window`` at its end does; 0 where no question is there."""
     prompts: int = 200
     """Prompts at most that are read."""
     whole: int = 40
@@ -70,6 +82,8 @@ class LazyRecipe:
         for name in ("rank", "window", "prompts", "whole", "longest", "steps", "answer_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, found {getattr(self, name)}")
+        if self.opening < 0:
+            raise ConfigError(f"opening must be at least 0, found {self.opening}")
 
 
 @dataclass(frozen=True)
@@ -119,7 +133,7 @@ def learn(
     report.note(
         "answers read the prompt with heads " + ", ".join(f"{head} of layer {layer}" for layer, head in teachers)
     )
-    wants = [(each, each.target(teachers, recipe.window)) for each in read]
+    wants = [(each, each.target(teachers)) for each in read]
     pupil = _Pupil.of(recipe, [(each, want) for each, want in wants if want is not None])
     heads, found = pupil.choose(range(1, num_asked + 1))
     maps = dict[int, Maps]()
@@ -130,7 +144,7 @@ def learn(
         report.note(f"taught behind layer {point}: {KEEP:.0%} of the tokens keep {share:.0%} of what is read")
     found.sort(key=lambda each: (-each.share, each.point))
     best = max((each for each in found if each.score == "taught"), key=lambda each: each.share)
-    config = LazyConfig(recipe.window, recipe.rank, breaks, tuple(points), tuple(heads))
+    config = LazyConfig(recipe.window, recipe.opening, recipe.rank, breaks, tuple(points), tuple(heads))
     plan = LazyPlan(f"{best.point}:{KEEP}:taught")
     save_adapter(out, KIND, base_hash(engine.folder), asdict(plan), asdict(config), tensors_of(maps))
     return found
@@ -168,11 +182,11 @@ class _Read:
     noted: Lesson | None
     """What all layers read; None where it was read up to the highest point only."""
 
-    def target(self, teachers: Sequence[tuple[int, int]], window: int) -> torch.Tensor | None:
+    def target(self, teachers: Sequence[tuple[int, int]]) -> torch.Tensor | None:
         """Return how much of what the answer needs lies at each token (n,); None where that is not known."""
         if self.noted is None:
-            return target_in(self.named, window)
-        return target_of(self.noted, teachers, window, self.named)
+            return target_in(self.named, self.lengths)
+        return target_of(self.noted, teachers, self.lengths, self.named)
 
 
 def _named(
@@ -198,13 +212,13 @@ def _lessons(
 ) -> list[_Read]:
     """Read the prompts that are long enough to be pruned and no longer than the recipe says."""
     lessons: list[_Read] = []
-    least, num_asked_for = 4 * recipe.window, 0
+    least, num_asked_for = max(4 * recipe.window, 2 * (recipe.window + recipe.opening)), 0
     for row in prompts:
         tokens = list(engine.tokenizer.encode_prompt(row.request, raw=False))
         if not least <= len(tokens) <= recipe.longest:
             continue
         num_asked_for += 1
-        lengths = divide(tokens, breaks, recipe.window)
+        lengths = divide(tokens, breaks, recipe.window, recipe.opening)
         named = _named(engine.tokenizer, tokens, lengths, row.references)
         if named.any() and len(lessons) >= recipe.whole:
             lessons.append(_Read(residuals(engine.model, tokens, points), lengths, named, None))
@@ -279,6 +293,7 @@ class _Pupil:
             rank=recipe.rank,
             steps=recipe.steps,
             seed=recipe.seed,
+            opening=recipe.opening > 0,
             stop=lambda: stop is not None and time.monotonic() > stop,
         )
         scores = [maps.scores(read.hidden[point], read.lengths) for read, _ in self.held]
