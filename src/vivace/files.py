@@ -4,11 +4,12 @@ package keeps files of its own.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import os
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -62,6 +63,23 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise OSError(error.errno, error.strerror, str(target)) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_writable(path: str | Path) -> None:
+    """Refuse a name under which no file can be written, before the work is done that the file is for.
+
+    Raises:
+        OSError: it is a folder, or its folder cannot be made or written to; the error names ``path``.
+    """
+    if Path(path).is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    with suppress(_Unused), replacing(path) as partial:
+        partial.touch()
+        raise _Unused
+
+
+class _Unused(Exception):
+    """Ends a trial of ``replacing``, which then leaves the target as it was."""
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -105,3 +105,18 @@ def test_a_file_that_really_cannot_grow_is_one_line_and_loses_nothing(place: Pat
     left = {path for path in files(place) if path not in before}
     assert not [path for path in left if "partial" in path]
     assert {path: content for path, content in files(place).items() if path in before} == before
+
+
+@pytest.mark.parametrize("command", ["decode", "beams", "palette", "parallel", "prefill"])
+@pytest.mark.parametrize(("target", "why"), [("tiny", "Is a directory"), ("rows.jsonl/figures.json", "exists")])
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_measured(
+    cli: Cli, place: Path, monkeypatch: pytest.MonkeyPatch, command: str, target: str, why: str
+) -> None:
+    """The model is not even opened."""
+    monkeypatch.setattr("vivace.load", lambda *_, **__: pytest.fail("something is measured"))
+    before = files(place)
+    outcome = cli("bench", command, "--json", target)
+    assert (outcome.status, outcome.err.count("\n")) == (FAILED, 1)
+    assert why in outcome.err
+    assert target.split("/")[0] in outcome.err
+    assert files(place) == before

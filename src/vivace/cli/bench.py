@@ -65,9 +65,7 @@ def decode(
         Path | None,
         typer.Option(help='Drafts by method, as JSON, instead of what adapters say: {"draft": {"widths": [1, 1]}}.'),
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT")
-    ] = None,
+    json_file: options.ReportFile = None,
 ) -> None:
     """Measure decoding speed: the methods take turns on every prompt, and medians over the repeats are reported."""
     libraries = libraries_memory()

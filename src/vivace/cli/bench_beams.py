@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,9 +46,7 @@ def beams(
     repeats: Annotated[int, typer.Option(help="Rounds; systems take turns.", min=1)] = 3,
     threads: Annotated[int, typer.Option(help="Threads of every system.", min=1)] = 1,
     load: options.LoadFlags,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT")
-    ] = None,
+    json_file: options.ReportFile = None,
 ) -> None:
     """Measure beam search. Speeds are of the median round, encoders and prompts included, tokenizers not."""
     sizes = _numbers(batches)

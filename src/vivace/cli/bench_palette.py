@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from vivace.cli import options
 from vivace.cli.bench import write_report
 from vivace.cli.bench_prefill import app as app
 from vivace.cli.console import console
@@ -26,9 +26,7 @@ def palette(
         str, typer.Option(help="own (backward pass of its own), hooks (plain autograd that keeps little), plain.")
     ] = "plain,hooks,own",
     threads: Annotated[int, typer.Option(help="Threads of each process.", min=1)] = 1,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT")
-    ] = None,
+    json_file: options.ReportFile = None,
 ) -> None:
     """Measure clustering with one palette for the matrix and with one for each sixteen outputs, a process each.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -52,9 +51,7 @@ def parallel(
     dtype: options.Dtype = "auto",
     link_interface: options.LinkInterface = None,
     timeout: options.Timeout = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT")
-    ] = None,
+    json_file: options.ReportFile = None,
 ) -> None:
     """Measure first tokens and decoding of all ways, in turns, and medians over the repeats."""
     from vivace.evaluate.others import watched_others

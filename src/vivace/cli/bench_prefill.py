@@ -36,9 +36,7 @@ def prefill(
     repeats: Annotated[int, typer.Option(help="Times every prompt is read in every way.", min=1)] = 3,
     load: options.LoadFlags,
     ranks: options.ParallelFlags,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT")
-    ] = None,
+    json_file: options.ReportFile = None,
 ) -> None:
     """Measure the time to the first token and of the answer: ways of reading take turns, medians are reported."""
     sizes = _numbers(lengths)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from vivace.errors import ConfigError
+from vivace.files import check_writable
 from vivace.prefill.table import PREFILLS
 
 _SAMPLING = "Sampling"
@@ -300,6 +301,19 @@ ForcedBos = Annotated[
         help="First new token, as an id or spelt as the tokenizer has it, such as fra_Latn: the target language.",
         metavar="ID|TOKEN",
     ),
+]
+
+
+def _writable(target: Path | None) -> Path | None:
+    """Refuse a report that could not be written once everything is measured."""
+    if target is not None and str(target) != "-":
+        check_writable(target)
+    return target
+
+
+ReportFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the results there; - prints them.", metavar="OUT", callback=_writable),
 ]
 Seed = Annotated[int | None, typer.Option("--seed", rich_help_panel=_SAMPLING)]
 
