@@ -401,3 +401,41 @@ def test_long_prompts_are_pruned_as_they_are_by_an_engine(tmp_path: Path) -> Non
         module.generate(ids, attention_mask=mask, **settings, **way, decode_keep=0.5, method="lookup")
     with pytest.raises(ConfigError, match="did you mean 'lazy'"):
         module.generate(ids, attention_mask=mask, **settings, prefill="lasy")
+
+
+def test_arguments_of_a_forward_pass_that_would_change_the_text_are_refused(model, ragged) -> None:
+    ids, mask = ragged["input_ids"], ragged["attention_mask"]
+    theirs = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=4)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    ours: dict[str, Any] = {"custom_generate": vivace.custom_generate, "do_sample": False, "max_new_tokens": 4}
+    same = model.generate(ids, attention_mask=mask, position_ids=positions, **ours)
+    assert same.tolist() == theirs.tolist()
+    embedded = model.get_input_embeddings()(ids)
+    read = model(ids[:, :2], use_cache=True).past_key_values
+    for name, value in {
+        "position_ids": 2 * positions,
+        "inputs_embeds": embedded,
+        "past_key_values": read,
+    }.items():
+        with pytest.raises(UnsupportedError, match=f"does not take {name}"):
+            model.generate(ids, attention_mask=mask, **{name: value}, **ours)
+    with pytest.raises(UnsupportedError, match="does not take inputs_embeds"):
+        model.generate(inputs_embeds=embedded, attention_mask=mask, **ours)
+
+
+def test_a_module_with_forward_hooks_is_refused(ragged) -> None:
+    module = make_module()
+    handle = module.model.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedError, match=r"model\.layers\.0 has forward hooks"):
+        module.generate(**ragged, custom_generate=vivace.custom_generate, max_new_tokens=2)
+    handle.remove()
+    assert module.generate(**ragged, custom_generate=vivace.custom_generate, max_new_tokens=2).shape[1] > 2
+
+
+def test_a_search_that_finds_fewer_texts_than_asked_for_has_all_rows(model, ragged) -> None:
+    asked: dict[str, Any] = {"num_beams": 4, "num_return_sequences": 3, "max_new_tokens": 1, "forced_eos_token_id": 0}
+    asked |= {"do_sample": False, "eos_token_id": 0, "return_dict_in_generate": True, "output_scores": True}
+    theirs = model.generate(**ragged, **asked)
+    ours = model.generate(**ragged, custom_generate=vivace.custom_generate, **asked)
+    assert ours.sequences.tolist() == theirs.sequences.tolist()
+    assert torch.allclose(ours.sequences_scores, theirs.sequences_scores, rtol=1e-4)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from vivace.core.cpu.backend import backend_of
 from vivace.core.footprint import held_bytes
 from vivace.core.model import Decoder
 from vivace.core.sampling import Sampling
-from vivace.decode.beams import BeamPlan
+from vivace.decode.beams import BeamPlan, Hypothesis
 from vivace.decode.prefill import Prefill
 from vivace.decode.request import Emitted, Request, StopRule
 from vivace.decode.session import Session
@@ -110,16 +110,19 @@ def custom_generate(
         keep: how many of their tokens go on then.
         min_prompt: shortest prompt of which tokens are left out.
         decode_keep: share of the tokens that each new one reads, while those left out may come back.
-        model_kwargs: arguments of the forward pass; only attention masks and the encoder's output are used.
+        model_kwargs: arguments of the forward pass: attention masks and the encoder's output; others that would change
+            it are refused.
 
     Returns:
         (B, T + new) ids padded on the right, or ``GenerateDecoderOnlyOutput`` with a further field
         ``speculation`` (one ``DecodeStats`` per row) when ``return_dict_in_generate`` is set.
 
     Raises:
-        UnsupportedError: an output or strategy is not supported.
+        UnsupportedError: an output, strategy or argument is not supported, or the module has forward hooks.
     """
     beams = _beams(generation_config)
+    _refuse_inputs(model_kwargs)
+    _refuse_hooks(model)
     _refuse(generation_config, beams)
     method = _method(model, method, beams)
     batch = _Called.of(model, input_ids, 1 if beams is None else beams.num_beams, model_kwargs)
@@ -161,7 +164,7 @@ def custom_generate(
     stats = [one.stats for one in last]
     if beams is None:
         return _output(batch.input_ids, new, stats, generation_config, has_encoder=_has_encoder(model))
-    found = [one for each in last for one in each.hypotheses]
+    found = [one for each in last for one in _filled(each.hypotheses, beams.num_return_sequences)]
     repeated = batch.input_ids.repeat_interleave(beams.num_return_sequences, 0)
     texts, scores = [list(one.tokens) for one in found], [one.score for one in found]
     return _output(repeated, texts, stats, generation_config, scores, has_encoder=_has_encoder(model))
@@ -254,6 +257,42 @@ def _refuse(config: Any, beams: BeamPlan | None) -> None:
         asked = [f"{name} with num_beams" for name in asked]
     if asked:
         raise UnsupportedError(f"vivace.custom_generate does not do {', '.join(asked)}; leave it out")
+
+
+def _refuse_inputs(prepared: Mapping[str, Any]) -> None:
+    """Refuse arguments of a forward pass that would change the text and that nothing here looks at."""
+    mask, cache, positions = (prepared.get(name) for name in ("attention_mask", "past_key_values", "position_ids"))
+    asked = [name for name in ("inputs_embeds", "decoder_inputs_embeds") if prepared.get(name) is not None]
+    asked += ["past_key_values"] if cache is not None and cache.get_seq_length() else []
+    if positions is not None:
+        read = torch.ones_like(positions) if mask is None else mask[:, -positions.shape[1] :].long()
+        asked += ["position_ids"] if bool(((positions - read.cumsum(1) + 1) * read).any()) else []
+    for name, value in prepared.items():
+        if isinstance(value, Tensor) and name not in _LOOKED_AT and bool(value.any()):
+            asked.append(name)
+    if asked:
+        raise UnsupportedError(f"vivace.custom_generate does not take {', '.join(asked)}; leave it out")
+
+
+_LOOKED_AT = {"attention_mask", "decoder_attention_mask", "position_ids", "inputs_embeds", "decoder_inputs_embeds"}
+"""Tensors that a forward pass may be given, of which the masks are used and the others refused where they matter."""
+
+
+def _refuse_hooks(model: Any) -> None:
+    """Refuse a module whose forward passes call a user's functions, since none of its forward passes are run."""
+    for name, part in model.named_modules():
+        if part._forward_hooks or part._forward_pre_hooks:
+            raise UnsupportedError(f"{name or 'the module'} has forward hooks, which are not called; remove them")
+
+
+def _filled(found: Sequence[Hypothesis], count: int) -> list[Hypothesis]:
+    """Return the texts of a search, the last one repeated where fewer could be found than asked for."""
+    last = found[-1] if found else Hypothesis((), _NO_TEXT, is_stopped=False)
+    return [*found, *[last._replace(score=_NO_TEXT)] * (count - len(found))]
+
+
+_NO_TEXT = -1e9
+"""Score that transformers gives in place of a text that could not be found."""
 
 
 def _methods(model: Any, adapter: str | Path | None, kernels: str) -> Methods:

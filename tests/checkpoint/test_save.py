@@ -52,6 +52,33 @@ def test_shards_are_replaced_and_other_files_stay(llama: Path, tmp_path: Path) -
     assert torch.equal(load_decoder(target).embedding, decoder.embedding)
 
 
+@pytest.mark.parametrize("shards", [None, [], 3, "damaged"])
+def test_an_index_that_names_no_shards_is_replaced(llama: Path, tmp_path: Path, shards: object) -> None:
+    target, decoder = tmp_path / "out", load_decoder(llama)
+    target.mkdir()
+    text = '{"weight_ma' if shards == "damaged" else json.dumps({"weight_map": shards})
+    (target / save.INDEX).write_text(text)
+    save_decoder(decoder, target, config_of(llama))
+    assert sorted(file.name for file in target.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_what_an_index_names_elsewhere_stays(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only shards beside it are an older model's; the folder may be the one that a process is in."""
+    target, others = tmp_path / "out", [tmp_path / "victim.safetensors", tmp_path / "out" / "notes.txt"]
+    target.mkdir()
+    for other in others:
+        other.write_text("mine")
+    named = ["../victim.safetensors", str(others[0]), "notes.txt", "old.safetensors"]
+    (target / "old.safetensors").write_text("theirs")
+    (target / save.INDEX).write_text(json.dumps({"weight_map": dict(enumerate(named))}))
+    decoder = load_decoder(llama)
+    monkeypatch.chdir(target)
+    save_decoder(decoder, ".", config_of(llama))
+    assert [other.read_text() for other in others] == ["mine", "mine"]
+    assert sorted(file.name for file in target.iterdir()) == ["config.json", "model.safetensors", "notes.txt"]
+    assert [file.name for file in tmp_path.glob("*.partial")] == []
+
+
 def test_an_older_models_texts_go_where_new_ones_are_written(llama: Path, tmp_path: Path) -> None:
     """A template or end tokens of the model that lay there before would change how this one answers."""
     source, target = tmp_path / "source", tmp_path / "out"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vivace.core import sampling as drawing
 from vivace.core.sampling import Sampling, distribution, drawable, sample
-from vivace.errors import DecodingError, NoTokenError
+from vivace.errors import ConfigError, DecodingError, NoTokenError
 
 V = 24
 TINY, HUGE = 5e-324, 1.7e308
@@ -75,6 +75,12 @@ def test_the_coldest_temperatures_take_the_likeliest(temperature: float) -> None
     logits = torch.tensor([[1.0, 3.0, 2.5, -math.inf], [-math.inf, -9.0, -9.0, -80.0]])
     found = distribution(logits, Sampling(do_sample=True, temperature=temperature), [[], []])
     assert found.tolist() == [[0, 1, 0, 0], [0, 0.5, 0.5, 0]]
+
+
+@pytest.mark.parametrize("digits", [309, 5000])
+def test_a_temperature_beyond_all_floats_is_refused(digits: int) -> None:
+    with pytest.raises(ConfigError, match=r"temperature must be at most 1\.8e\+308"):
+        Sampling(do_sample=True, temperature=10**digits)
 
 
 @pytest.mark.parametrize("temperature", [1e30, 1e300, HUGE])

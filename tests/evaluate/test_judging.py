@@ -140,6 +140,14 @@ def test_perplexity_and_divergence_of_a_text_are_those_of_its_windows(engine: En
     assert found.kl == pytest.approx(apart / count, rel=1e-4)
 
 
+def test_a_text_of_one_token_has_no_change(engine: Engine, tmp_path: Path) -> None:
+    other = vivace.load(make_checkpoint(tmp_path / "other", seed=1), dtype="float32")
+    short = [TaskRow("t", text="a")]
+    _, found = judge([JudgedSystem("a", engine), JudgedSystem("b", other)], short)
+    assert found.nll_change is None
+    assert math.isnan(found.perplexity)
+
+
 def test_public_files_become_task_files(tmp_path: Path) -> None:
     public = {
         "arc.jsonl.gz": {"query": "Question: Why? ", "choices": ["a", "b "], "gold": 1},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.cli.app import run
-from vivace.errors import ConfigError, MismatchError
+from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.kernels.coded import PaletteCodes
 from vivace.palette.entries import TrainedEntries
 from vivace.palette.rounding import round_matrix
@@ -190,6 +192,32 @@ def test_it_begins_at_a_folder(base: Path, tmp_path: Path) -> None:
         trained(base, tmp_path / "other", replace(still, bits=3))
     with pytest.raises(MismatchError, match="no palette of"):
         trained(base, tmp_path / "other", replace(still, init=str(base)))
+
+
+def test_a_run_is_not_resumed_on_other_codes(base: Path, tmp_path: Path) -> None:
+    """A snapshot holds what was trained; the codes that it was trained on lie in the folder to begin with."""
+    save_prompts(tmp_path / "rows.jsonl", rows())
+    words = ["compress", tmp_path / "first", "--model", base, "--bits", "2", "--data", tmp_path / "rows.jsonl"]
+    recipe = replace(RECIPE, init=str(tmp_path / "first"))
+    for method in ("gptq", "rtn"):
+        shutil.rmtree(tmp_path / "first", ignore_errors=True)
+        assert run([*map(str, words), "--tokens", "512", "--quiet", "--method", method]) == 0
+        if method == "gptq":
+            trained(base, tmp_path / "out", recipe)
+    with pytest.raises(MismatchError, match="other"):
+        trained(base, tmp_path / "out", recipe)
+
+
+def test_codes_that_are_no_whole_tiles_are_refused_before_anything_is_rounded(base: Path, tmp_path: Path) -> None:
+    ragged = tmp_path / "model"
+    shutil.copytree(base, ragged)
+    config = LlamaConfig.from_pretrained(base)
+    config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim = 40, 2, 2, 16
+    LlamaForCausalLM(config).save_pretrained(ragged)
+    with pytest.raises(
+        UnsupportedError, match=r"40 outputs, and codes are trained in tiles of 16; give trains=entries"
+    ):
+        trained(ragged, tmp_path / "out")
 
 
 @pytest.mark.parametrize("has_scales", [True, False])

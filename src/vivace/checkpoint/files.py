@@ -103,8 +103,10 @@ def require_folder(out: str | Path) -> None:
     """Refuse to write a folder where there is something else, before any work is done for it.
 
     Raises:
-        ConfigError: there is a file of that name.
+        ConfigError: there is a file of that name, or it is the root of a disk.
     """
+    if not Path(os.path.abspath(out)).name:
+        raise ConfigError(f"{out} is the root of a disk; name a folder in it")
     if Path(out).exists() and not Path(out).is_dir():
         raise ConfigError(f"{out} is a file, and a folder is written; name another")
 
@@ -338,7 +340,7 @@ def staged(folder: str | Path) -> Iterator[Path]:
     Raises:
         CheckpointError: the disk is full or may not be written; the message says whether the target is as it was.
     """
-    target = Path(folder)
+    target = Path(os.path.abspath(folder))  # a name of its own, also for "."
     staging, moved = target.with_name(f".{target.name}.{os.getpid()}.partial"), False
     try:
         shutil.rmtree(staging, ignore_errors=True)
@@ -355,7 +357,7 @@ def staged(folder: str | Path) -> Iterator[Path]:
             moved = True
     except (OSError, safetensors.SafetensorError) as exc:
         state = "only in part: write it again" if moved else "and is as it was"
-        raise CheckpointError(f"{target} could not be written, {state}: {_one_line(exc)}") from exc
+        raise CheckpointError(f"{folder} could not be written, {state}: {_one_line(exc)}") from exc
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

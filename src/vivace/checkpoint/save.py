@@ -18,7 +18,7 @@ from vivace.checkpoint.files import INDEX, VOCABULARIES, WEIGHTS, read_json, sta
 from vivace.checkpoint.names import Target, layout
 from vivace.checkpoint.quantized.settings import dense_config
 from vivace.core.model import Decoder
-from vivace.errors import MismatchError, UnsupportedError
+from vivace.errors import CheckpointError, MismatchError, UnsupportedError
 
 TEXT_FILES = (
     *VOCABULARIES,
@@ -108,13 +108,25 @@ def staged_checkpoint(path: str | Path) -> Iterator[Path]:
     An older model's files would change how the new one answers, so its shards or store go; where a tokenizer or
     settings were written, those files of ``TEXT_FILES`` that were not go too.
     """
+    out = Path(path)
+    stale = _shards_in(out) - {WEIGHTS}
     with staged(path) as folder:
         yield folder
         written = {each.name for each in folder.iterdir()}
-    out = Path(path)
-    stale = set(TEXT_FILES) - written if written & set(TEXT_FILES) else set[str]()
-    index = out / INDEX
-    if index.is_file():
-        stale |= {INDEX, *read_json(index).get("weight_map", {}).values()} - {WEIGHTS}
+    stale |= set(TEXT_FILES) - written if written & set(TEXT_FILES) else set()
     for name in (STORE, STORE_DATA, *stale):  # a store would be opened in place of what was written
         (out / name).unlink(missing_ok=True)
+
+
+def _shards_in(folder: Path) -> set[str]:
+    """Return the names of an index and of the shards beside it; what it names elsewhere is nothing of this model's."""
+    if not (folder / INDEX).is_file():
+        return set()
+    try:
+        named = list((read_json(folder / INDEX).get("weight_map") or {}).values())
+    except (CheckpointError, AttributeError):  # damaged: it names nothing
+        named = []
+    return {
+        INDEX,
+        *(str(each) for each in named if Path(str(each)).name == each and str(each).endswith(".safetensors")),
+    }

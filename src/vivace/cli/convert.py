@@ -135,8 +135,8 @@ def convert(
         written = write_checkpoint(folder_of(model), output, kind, ignored=ignored)
     if not written.splits_text_alike:
         console.note(
-            "llama.cpp does not know how this tokenizer splits text and will use its default: the same text may "
-            "become other tokens; give token ids where that matters"
+            "a GGUF file cannot say all that this tokenizer does (how it normalizes and splits a text, which tokens it "
+            "adds): the same text may become other tokens; give token ids where that matters"
         )
     if as_json:
         console.json({"file": str(written.path), "type": written.kind, "bytes": written.num_bytes})

@@ -184,7 +184,7 @@ def _read_ids(text: str) -> list[int]:
         ConfigError: one of them is not a number.
     """
     words = [word.strip() for word in text.split(",")]
-    wrong = [word for word in words if not word.isdigit()]
+    wrong = [word for word in words if not word.isdecimal()]
     if wrong:
         raise ConfigError(f"--token-ids has {wrong[0]!r}; write numbers with commas between them, such as 1,17,4")
     return [int(word) for word in words]

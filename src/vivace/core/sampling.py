@@ -13,6 +13,7 @@ Where every token is excluded there is no distribution: the row is all zeros, an
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -60,6 +61,10 @@ class Sampling:
             ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "> 0"),
             ("no_repeat_ngram_size", self.no_repeat_ngram_size, self.no_repeat_ngram_size >= 0, ">= 0"),
         )
+        if (
+            isinstance(self.temperature, int) and self.temperature > sys.float_info.max
+        ):  # perhaps of thousands of digits
+            raise ConfigError(f"temperature must be at most {sys.float_info.max:.1e}")
         for name, value, holds, allowed in rules:
             if not (_is_finite(value) and holds):
                 raise ConfigError(f"{name} must be {allowed}, found {value}")

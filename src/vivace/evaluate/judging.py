@@ -245,7 +245,7 @@ def _judgement(task: str, name: str, own: Marks, first: Marks) -> Judgement:
         None if is_first else _mean(flips),
         None if is_first or not chooses else paired_bootstrap(own.right, first.right),
         None if is_first or not chooses else paired_bootstrap(own.right_by_byte, first.right_by_byte),
-        None if is_first else paired_bootstrap(own.lost, first.lost),
+        None if is_first or not own.lost else paired_bootstrap(own.lost, first.lost),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vivace.checkpoint.adapters import save_adapter
+from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.draft_vocabulary import first_of, ranked, save_vocabulary
 from vivace.checkpoint.files import require_folder
 from vivace.core.config import ModelConfig
@@ -115,6 +115,11 @@ class FrozenRecipe(ABC):
     def folder(self) -> str:
         """Name of the folder of the result beside the model, unless the user names another."""
         return self.kind
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Folders and Hub ids of other checkpoints that the training reads; a run is not resumed with others there."""
+        return ()
 
     def why_not(self, model: Decoder) -> str | None:
         """Return why the result could not decode with a model, before any text is written for it; None if it could."""
@@ -314,6 +319,8 @@ class TrainContext:
         plan = {"recipe": asdict(self.recipe), "base": base, "rows": len(rows), "data": digest_of(rows)}
         if self.answers is not None:
             plan["answers"] = self.answers.digest
+        if self.recipe.beside:
+            plan["beside"] = [base_hash(name) for name in self.recipe.beside]
         return json.dumps(plan, sort_keys=True)
 
     def memory(self, objective: DecoderObjective, depth: int) -> MemoryEstimate:

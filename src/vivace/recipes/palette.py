@@ -12,10 +12,12 @@ from torch import Tensor
 
 from vivace.checkpoint.files import resolve
 from vivace.checkpoint.load import load_decoder, open_checkpoint, palettes_of
+from vivace.core.layers import Linear
 from vivace.core.model import Decoder
 from vivace.engine import load
-from vivace.errors import ConfigError, MismatchError
+from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.kernels.coded import Coded, PaletteCodes
+from vivace.kernels.library import LANES
 from vivace.kernels.palette import BITS
 from vivace.kernels.reference import any_order
 from vivace.palette.compress import (
@@ -80,6 +82,11 @@ class PaletteRecipe(FrozenRecipe):
         if self.rounds < 1 or self.cooling_steps < 0 or self.calibration_tokens < 1:
             raise ConfigError("rounds and calibration_tokens are at least 1, cooling_steps at least 0")
 
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The palettes that training begins with, which a snapshot says nothing of but what was trained."""
+        return (self.init,) if self.init else ()
+
     def begin(self, context: TrainContext) -> PaletteTraining:
         """Round the model by GPTQ, or read how it was rounded, and return what trains from there.
 
@@ -104,6 +111,8 @@ class PaletteTraining(Trainable):
         self.source = open_checkpoint(engine.folder)
         student = load_decoder(engine.folder, dtype="float32")
         check_shapes(self.source.plan, matrices(student))
+        if recipe.trains == "codes":
+            _check_tiles(matrices(student))
         check_finite(student)
         stored: dict[str, Tensor] = {}
         for name, part in matrices(student).items():
@@ -173,6 +182,19 @@ class PaletteTraining(Trainable):
         )
         what = f"{written.all_bits:.2f} bits a weight ({written.matrix_bits:.2f} in the layers)"
         return SavedTraining(what, "plain", lambda: load(out), note)
+
+
+def _check_tiles(parts: Mapping[str, Linear]) -> None:
+    """Refuse matrices that are not whole tiles before anything is rounded.
+
+    Raises:
+        UnsupportedError: a matrix has another number of outputs.
+    """
+    for name, part in parts.items():
+        if len(part.weight) % LANES:
+            raise UnsupportedError(
+                f"{name} has {len(part.weight)} outputs, and codes are trained in tiles of {LANES}; give trains=entries"
+            )
 
 
 def _texts(recipe: PaletteRecipe, context: TrainContext) -> Texts:

@@ -43,6 +43,11 @@ class RecoverRecipe(LoraRecipe):
         """Name of the folder beside the model, where it is worn by default."""
         return RECOVERY
 
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The stored model, whose distribution is learnt."""
+        return (self.stored,) if self.stored else ()
+
     def begin(self, context: TrainContext) -> RecoverTraining:
         """Make factors that add nothing yet, or those of the LoRA to begin with, and read the stored model.
 

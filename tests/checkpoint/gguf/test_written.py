@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -295,3 +296,34 @@ def test_large_tensors_are_written_in_parts(tmp_path: Path, monkeypatch: pytest.
     assert torch.equal(found.tensors["f32"], values)
     assert torch.equal(found.tensors["bf16"], values.bfloat16())
     assert torch.allclose(found.tensors["q8_0"], values, atol=0.03)
+
+
+def test_what_a_tokenizer_adds_or_normalizes_is_written_or_said(folder: Path, tmp_path: Path) -> None:
+    """An end token has a key of its own; another token in front, or lower case, has none."""
+    source = _copied(folder, tmp_path)
+    found = json.loads((source / "tokenizer.json").read_text())
+    end, other = (next(piece for piece, at in found["model"]["vocab"].items() if at == index) for index in (0, 2))
+
+    def written(changed: dict[str, Any]) -> tuple[bool, list[int], list[int]]:
+        (source / "tokenizer.json").write_text(json.dumps(found | changed))
+        alike = write_checkpoint(source, tmp_path / "m.gguf").splits_text_alike
+        ids = [list(load_tokenizer(place).encode("Hello")) for place in (source, resolve(tmp_path / "m.gguf"))]
+        return alike, *ids
+
+    def frame(*parts: dict[str, Any]) -> dict[str, Any]:
+        known = {piece: {"id": piece, "ids": [at], "tokens": [piece]} for piece, at in ((end, 0), (other, 2))}
+        pair = [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}]
+        single = list(parts)
+        made = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": known}
+        return {"post_processor": made}
+
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    alike, theirs, ours = written(frame(text, {"SpecialToken": {"id": end, "type_id": 0}}))
+    assert alike
+    assert ours == theirs
+    assert ours[-1] == 0
+    alike, theirs, ours = written(frame({"SpecialToken": {"id": other, "type_id": 0}}, text))
+    assert not alike
+    assert theirs[0] == 2
+    assert not written({"normalizer": {"type": "Lowercase"}})[0]
+    assert written({})[0]

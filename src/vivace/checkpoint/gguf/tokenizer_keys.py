@@ -3,7 +3,8 @@
 llama.cpp has two kinds of tokenizer that Llama checkpoints use: byte-level BPE ("gpt2": pieces and merges) and
 SentencePiece's BPE ("llama": pieces and scores). Byte-level BPE first splits the text by a pattern, and llama.cpp has
 a closed list of patterns, each with a name. If the pattern is not in the list, llama.cpp's "default" is written and
-`TokenizerKeys.splits_alike` is false.
+`TokenizerKeys.splits_alike` is false. So it is where a tokenizer normalizes text or adds tokens in ways that the file
+has no key for.
 """
 
 from __future__ import annotations
@@ -73,18 +74,20 @@ def tokenizer_keys(folder: Path, vocab_size: int) -> TokenizerKeys:
     splits_alike = True
     if is_bytes:
         split = _split_name(found.get("pre_tokenizer"))
-        splits_alike = split is not None
+        splits_alike = split is not None and _steps(found) <= ({"NFC"} if split == "qwen2" else set())
         keys["tokenizer.ggml.pre"] = split or "default"
         if merges:
             keys["tokenizer.ggml.merges"] = merges
     else:
         keys["tokenizer.ggml.scores"] = _scores(texts, merges)
         keys["tokenizer.ggml.add_space_prefix"] = _adds_space(found)
+        splits_alike = _steps(found) <= {"Prepend", "Replace"}
     keys["tokenizer.ggml.tokens"] = texts
     keys["tokenizer.ggml.token_type"] = [
         _type(index, pieces, added, bpe.get("unk_token"), is_bytes) for index in range(vocab_size)
     ]
-    return TokenizerKeys(keys | _special_keys(load_tokenizer(folder)), splits_alike)
+    special, are_all = _special_keys(load_tokenizer(folder))
+    return TokenizerKeys(keys | special, splits_alike and are_all)
 
 
 def _type(
@@ -113,6 +116,14 @@ def _scores(texts: Sequence[str], merges: Sequence[str]) -> list[float]:
     return [float(-ranks.get(text, len(merges))) for text in texts]
 
 
+def _steps(found: Mapping[str, Any]) -> set[str]:
+    """Return the kinds of steps in which a text is normalized before it is split."""
+    normalizer = found.get("normalizer")
+    if normalizer is None:
+        return set()
+    return {each["type"] for each in normalizer.get("normalizers", [normalizer])}
+
+
 def _adds_space(found: Mapping[str, Any]) -> bool:
     """Return whether a text is tokenized as if a space stood before it."""
     parts = json.dumps([found.get("normalizer"), found.get("pre_tokenizer")])
@@ -137,8 +148,10 @@ def _split_name(pre: Mapping[str, Any] | None) -> str | None:
     return None
 
 
-def _special_keys(tokenizer: Tokenizer) -> dict[str, Value]:
-    """Return the keys for the ids of special tokens and for the chat template."""
+def _special_keys(tokenizer: Tokenizer) -> tuple[dict[str, Value], bool]:
+    """Return the keys for the ids of special tokens and for the chat template, and whether they say all that is added
+    to a text.
+    """
     inner, keys = tokenizer.inner, {}
     if len(tokenizer.eos_ids) > len(ENDS):
         raise UnsupportedError(
@@ -152,7 +165,11 @@ def _special_keys(tokenizer: Tokenizer) -> dict[str, Value]:
             keys[f"tokenizer.ggml.{name}_token_id"] = int(index)
     plain, special = tokenizer.encode("a", special=False), tokenizer.encode("a")
     begins = len(special) > len(plain) and special[0] == inner.bos_token_id
+    ends = len(special) > len(plain) + begins and special[-1] == inner.eos_token_id
     more: dict[str, Value] = {"tokenizer.ggml.add_bos_token": begins}
+    if ends:
+        more["tokenizer.ggml.add_eos_token"] = True
+    said = [*([inner.bos_token_id] if begins else []), *plain, *([inner.eos_token_id] if ends else [])]
     if isinstance(inner.chat_template, str):
         more["tokenizer.chat_template"] = inner.chat_template
-    return {**keys, **more}
+    return {**keys, **more}, list(special) == said

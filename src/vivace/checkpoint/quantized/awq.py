@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.quantized.parts import StoredParts, agree, finite, groups_of, one_of, unpacked
+from vivace.checkpoint.quantized.parts import StoredParts, agree, finite, groups_of, number_of, one_of, unpacked
 from vivace.kernels.grid import Grid
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -39,11 +39,11 @@ class Awq:
         one_of(config, "w_bit" if "w_bit" in config else "bits", (4,))
         version = str(config.get("version", config.get("checkpoint_format", config.get("format", "gemm")))).lower()
         one_of({"version": version}, "version", ("gemm",))
-        self.group_size = int(config.get("group_size", config.get("q_group_size", 128)))
+        self.group_size = number_of(config, "group_size" if "group_size" in config else "q_group_size", 128)
 
     def shape(self, stored: StoredParts) -> tuple[int, ...]:
         """Return the shape (out, in) of a matrix."""
-        return stored.shape(".scales")[1], stored.shape(".qweight")[0]
+        return stored.sides(".scales")[1], stored.sides(".qweight")[0]
 
     def kind(self, stored: StoredParts) -> str:
         """Return the number format of a matrix."""
@@ -52,7 +52,7 @@ class Awq:
     def read(self, stored: StoredParts) -> Grid:
         """Return a matrix."""
         out, width = self.shape(stored)
-        count = stored.shape(".scales")[0]
+        count = stored.sides(".scales")[0]
         fits = (
             out % 8 == 0
             and stored.shape(".qweight") == (width, out // 8)

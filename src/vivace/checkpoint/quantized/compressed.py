@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.quantized.fp8 import scaled
-from vivace.checkpoint.quantized.parts import WORD, StoredParts, agree, finite, one_of, unpacked
+from vivace.checkpoint.quantized.parts import WORD, StoredParts, agree, block_of, finite, number_of, one_of, unpacked
 from vivace.errors import CorruptError, UnsupportedError
 from vivace.kernels.grid import Grid
 
@@ -50,6 +50,8 @@ class CompressedTensors:
         """
         formats = [one_of(config, "format", FORMATS)]
         groups = config.get("config_groups") or {}
+        if not isinstance(groups, Mapping):
+            raise UnsupportedError("quantization_config has config_groups that are no object of groups by name")
         self._weights = [each.get("weights") or {} for each in groups.values() if isinstance(each, Mapping)]
         formats += [
             one_of(each, "format", FORMATS)
@@ -65,7 +67,7 @@ class CompressedTensors:
             raise UnsupportedError("quantization_config has a sparsity_config, which is not read")
         if config.get("transform_config"):
             raise UnsupportedError("quantization_config has a transform_config (rotated weights), which is not read")
-        blocks = [tuple(each["block_structure"]) for each in self._weights if each.get("block_structure")]
+        blocks = [block_of(each["block_structure"]) for each in self._weights if each.get("block_structure")]
         self._block = blocks[0] if blocks else None
 
     def shape(self, stored: StoredParts) -> tuple[int, ...]:
@@ -124,7 +126,9 @@ class CompressedTensors:
         """Return the number of inputs of a group, of which the configuration names one or several sizes; the last group
         may have fewer.
         """
-        sizes = {int(each["group_size"]) for each in self._weights if (each.get("group_size") or 0) > 0}
+        agree(count > 0, stored, "there are no scales")
+        sizes = {number_of(each, "group_size", 0) for each in self._weights if each.get("group_size")}
+        sizes = {size for size in sizes if size > 0}
         fitting = sorted(size for size in sizes if -(-width // size) == count)
         if count == 1 or not sizes:
             agree(width % count == 0, stored, "scales do not fit the matrix")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.quantized.parts import StoredParts, agree, finite, one_of
+from vivace.checkpoint.quantized.parts import StoredParts, agree, block_of, finite, one_of
 
 _SCALES = (".weight_scale_inv", ".weight_scale")
 
@@ -33,7 +33,7 @@ class Fp8:
         one_of(config, "fmt", ("e4m3", None))
         self.mark = mark
         size = config.get("weight_block_size")
-        self.block = None if size is None else (int(size[0]), int(size[1]))
+        self.block = None if size is None else block_of(size)
 
     def shape(self, stored: StoredParts) -> tuple[int, ...]:
         """Return the shape (out, in) of a matrix."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vivace.checkpoint.quantized.parts import WORD, StoredParts, agree, finite, groups_of, one_of, unpacked
+from vivace.checkpoint.quantized.parts import WORD, StoredParts, agree, finite, groups_of, number_of, one_of, unpacked
 from vivace.errors import CorruptError, UnsupportedError
 from vivace.kernels.grid import Grid
 
@@ -49,13 +49,13 @@ class Gptq:
         self.is_first = found == {"gptq"}
         one_of(config, "pack_dtype", ("int32", None))
         self.bits = int(config["bits"])
-        self.group_size = int(config.get("group_size", 128))
+        self.group_size = number_of(config, "group_size", 128)
 
     def shape(self, stored: StoredParts) -> tuple[int, ...]:
         """Return the shape (out, in) of a matrix."""
         if ".g_idx" in stored.names:
-            return stored.shape(".scales")[1], stored.shape(".g_idx")[0]
-        return stored.shape(".scales")[1], stored.shape(".qweight")[0] * WORD // self.bits
+            return stored.sides(".scales")[1], stored.shape(".g_idx")[0]
+        return stored.sides(".scales")[1], stored.sides(".qweight")[0] * WORD // self.bits
 
     def kind(self, stored: StoredParts) -> str:
         """Return the number format of a matrix."""
@@ -63,13 +63,13 @@ class Gptq:
 
     def _bits(self, stored: StoredParts) -> int:
         """Return the bits of a code, which may differ between matrices."""
-        return stored.shape(".qweight")[0] * WORD // self.shape(stored)[1]
+        return stored.sides(".qweight")[0] * WORD // self.shape(stored)[1]
 
     def read(self, stored: StoredParts) -> Grid:
         """Return a matrix."""
         out, width = self.shape(stored)
         bits = self._bits(stored)
-        count = stored.shape(".scales")[0]
+        count = stored.sides(".scales")[0]
         fits = (
             bits in BITS
             and stored.shape(".qweight") == (width * bits // WORD, out)

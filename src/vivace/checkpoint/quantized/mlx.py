@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vivace.checkpoint.quantized.parts import WORD, StoredParts, agree, finite, one_of, unpacked
+from vivace.checkpoint.quantized.parts import WORD, StoredParts, agree, finite, number_of, one_of, unpacked
 from vivace.kernels.grid import Grid
 
 BITS = (2, 3, 4, 5, 6, 8)
@@ -42,12 +42,13 @@ class Mlx:
 
     def _group(self, stored: StoredParts) -> int:
         own = self.config.get(stored.stem)
-        found = own.get("group_size") if isinstance(own, Mapping) else None
-        return int(found or self.config.get("group_size", 64))
+        if isinstance(own, Mapping) and own.get("group_size"):
+            return number_of(own, "group_size", 64)
+        return number_of(self.config, "group_size", 64)
 
     def shape(self, stored: StoredParts) -> tuple[int, ...]:
         """Return the shape (out, in) of a matrix."""
-        return stored.shape(".weight")[0], stored.shape(".scales")[1] * self._group(stored)
+        return stored.sides(".weight")[0], stored.sides(".scales")[1] * self._group(stored)
 
     def kind(self, stored: StoredParts) -> str:
         """Return the number format of a matrix."""
@@ -56,8 +57,8 @@ class Mlx:
     def read(self, stored: StoredParts) -> Grid:
         """Return a matrix."""
         out, width = self.shape(stored)
-        bits, rest = divmod(stored.shape(".weight")[1] * WORD, width)
-        agree(rest == 0 and bits in BITS and out == stored.shape(".scales")[0], stored, "they are no MLX matrix")
+        bits, rest = divmod(stored.sides(".weight")[1] * WORD, width)
+        agree(rest == 0 and bits in BITS and out == stored.sides(".scales")[0], stored, "they are no MLX matrix")
         agree(stored.shape(".biases") == stored.shape(".scales"), stored, "biases do not fit scales")
         scales = finite(stored.tensor(".scales"), f"{stored.stem}.scales")
         offsets = finite(stored.tensor(".biases"), f"{stored.stem}.biases")

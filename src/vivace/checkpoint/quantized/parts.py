@@ -45,6 +45,16 @@ class StoredParts:
             raise CorruptError(f"{self.stem} has no {name[1:]}, without which its weights cannot be read")
         return self.shape_of(self.stem + name)
 
+    def sides(self, name: str) -> tuple[int, int]:
+        """Return the shape of a tensor with two dimensions.
+
+        Raises:
+            CorruptError: there is none, or it has others.
+        """
+        shape = self.shape(name)
+        agree(len(shape) == 2, self, f"{name[1:]} is no matrix")
+        return shape[0], shape[1]
+
 
 class Format(Protocol):
     """How one checkpoint's quantized matrices are read."""
@@ -131,6 +141,30 @@ def one_of(config: Mapping[str, Any], key: str, read: tuple[Any, ...], default: 
         known = ", ".join(str(each) for each in read)
         raise UnsupportedError(f"quantization_config says {key} = {value!r}, which is not read; read are {known}")
     return value
+
+
+def number_of(config: Mapping[str, Any], key: str, default: int) -> int:
+    """Return a number of a ``quantization_config``.
+
+    Raises:
+        UnsupportedError: it is no whole number.
+    """
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UnsupportedError(f"quantization_config says {key} = {value!r}, which is no whole number")
+    return value
+
+
+def block_of(value: Any) -> tuple[int, int]:
+    """Return the outputs and inputs of a block, as a ``quantization_config`` says them.
+
+    Raises:
+        UnsupportedError: they are no two numbers above 0.
+    """
+    is_pair = isinstance(value, list) and len(value) == 2
+    if not is_pair or not all(isinstance(each, int) and each > 0 for each in value):
+        raise UnsupportedError(f"quantization_config says {value!r} for the shape of a block; it has two numbers")
+    return value[0], value[1]
 
 
 def groups_of(stored: StoredParts, width: int, count: int, size: int) -> int:
