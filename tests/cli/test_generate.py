@@ -110,3 +110,11 @@ def test_broken_prompt_files_are_named(cli: Cli, engine: FakeEngine, tmp_path: P
     assert (outcome.status, "not UTF-8 text" in outcome.err) == (1, True)
     assert "found both" in cli("generate", "Hi", "--prompt-file", tmp_path / "p.txt").err
     assert engine.opened == {}
+
+
+@pytest.mark.parametrize("wrong", ["²", "-1", "x", ""])
+def test_token_ids_that_are_no_numbers_are_named(cli: Cli, engine: FakeEngine, wrong: str) -> None:
+    outcome = cli("generate", "--token-ids", f"{wrong},3")
+    assert outcome.status == 2
+    assert f"--token-ids has {wrong!r}; write numbers with commas between them" in outcome.err
+    assert outcome.err.count("\n") == 1
