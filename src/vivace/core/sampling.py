@@ -61,9 +61,8 @@ class Sampling:
             ("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "> 0"),
             ("no_repeat_ngram_size", self.no_repeat_ngram_size, self.no_repeat_ngram_size >= 0, ">= 0"),
         )
-        if (
-            isinstance(self.temperature, int) and self.temperature > sys.float_info.max
-        ):  # perhaps of thousands of digits
+        # an integer may have more digits than can be printed
+        if isinstance(self.temperature, int) and self.temperature > sys.float_info.max:
             raise ConfigError(f"temperature must be at most {sys.float_info.max:.1e}")
         for name, value, holds, allowed in rules:
             if not (_is_finite(value) and holds):

@@ -153,11 +153,9 @@ class LearnedScores:
         names = {f"{side}.{layer}" for layer in config.layers for side in SIDES}
         if names != set(tensors):
             raise MismatchError(f"the weights in {folder} do not fit its config.json; train it again")
+        # where the window alone asks, its weight was first stored as (E,)
         maps = {
-            layer: Maps(
-                tensors[f"query.{layer}"], tensors[f"key.{layer}"], torch.atleast_2d(tensors[f"weight.{layer}"])
-            )
-            for layer in config.layers
+            layer: Maps(*(torch.atleast_2d(tensors[f"{side}.{layer}"]) for side in SIDES)) for layer in config.layers
         }
         return LearnedScores(build(LazyPlan, written["plan"]), config, maps, folder)
 

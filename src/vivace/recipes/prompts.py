@@ -50,6 +50,11 @@ class PromptsRecipe(FrozenRecipe):
             raise ConfigError("loss weighs what a stored model says; name it with stored=MODEL, or leave loss out")
 
     @property
+    def beside(self) -> tuple[str, ...]:
+        """The stored model, where its distribution is learnt."""
+        return (self.stored,) if self.stored else ()
+
+    @property
     def num_trainings(self) -> int:
         """Number of members, each of which is trained by itself."""
         return len(self.lengths) * len(self.seeds)
