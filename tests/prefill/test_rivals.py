@@ -14,6 +14,7 @@ from torch import Tensor
 
 import vivace
 from tests.every_method import make_model
+from tests.parity.families import make
 from tests.prefill.setting import GREEDY, LAYERS, PROMPT, written
 from tests.prefill.test_pruned import LOSSLESS, Oracle, entries, read
 from tests.serve.conftest import local
@@ -35,6 +36,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "fastkv": {"prefill": "fastkv", "keep": "3:0.4:0.2", "min_prompt": 1},
     "specprefill": {"prefill": "specprefill", "keep": "3:0.4", "min_prompt": 1},
 }
+
+
+WAYS_OF_TWO: dict[str, Any] = {**WAYS["specprefill"], "keep": "1:0.3"}
+"""For models of few layers."""
 
 
 @pytest.fixture(scope="module", params=["torch", "auto"])
@@ -207,6 +212,16 @@ def test_the_largest_of_the_heads_counts_and_not_their_mean(folder: Path) -> Non
     wanted = torch.stack([oracle.keys[LAYERS - 1][p] for p in oracle.alive[-1][:-1]])
     own = cache.span(LAYERS - 1, 0, 0, len(wanted))[0].transpose(0, 1)
     assert torch.allclose(wanted, own, atol=1e-2)  # such heads magnify rounding; another token's key is units away
+
+
+def test_guesses_end_where_the_positions_of_a_model_do(tmp_path: Path) -> None:
+    """A model with learned positions has no more of them than its context."""
+    make("gpt2").save_pretrained(tmp_path)
+    engine = vivace.load(tmp_path, kernels="torch")
+    most = engine.model.config.max_positions
+    for length in (most - 1, most - LOOKAHEAD - 1):
+        [found] = engine.generate([[5] * length], max_new_tokens=1, ignore_eos=True, **WAYS_OF_TWO)
+        assert len(found.token_ids) == 1
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +250,29 @@ def test_an_index_that_lacks_bundles_or_names_no_dtype_is_damaged(llama: Path, t
     (store.folder / INDEX).write_text(json.dumps({**index, "bundles": index["bundles"][:-1]}))
     with pytest.raises(CorruptError, match=r"the index of .* lacks .*convert the model again"):
         load_stored(store.folder)
+
+
+def test_bundles_that_changed_places_or_have_strange_numbers_are_noticed(llama: Path, tmp_path: Path) -> None:
+    """Each page has a checksum by its place in the file, so two whole bundles could change places unnoticed."""
+    folder = write_store(llama, tmp_path / "store").folder
+    whole = json.loads((folder / "store.json").read_text())
+
+    def refused(change: Callable[[dict[str, Any]], object]) -> None:
+        index = json.loads(json.dumps(whole))
+        change(index)
+        (folder / "store.json").write_text(json.dumps(index))
+        with pytest.raises(CorruptError, match="is not an index of a store"):
+            open_store(folder)
+
+    def exchange(index: dict[str, Any]) -> None:
+        first, second = (next(b for b in index["bundles"] if b["name"] == f"layers.{n}.attention") for n in (0, 1))
+        first["offset"], second["offset"] = second["offset"], first["offset"]
+
+    refused(exchange)
+    for key, values in {"offset": ("x", None, -1), "num_bytes": (None, "x", 1.5), "stride": (None,)}.items():
+        for value in values:
+            refused(lambda index, key=key, value=value: index["bundles"][1].update({key: value}))  # type: ignore[misc]
+    for value in ([10**9, 2], None, ["x"]):
+        refused(lambda index, value=value: index["bundles"][1]["parts"][0].update(shape=value))  # type: ignore[misc]
+    refused(lambda index: index["bundles"][1]["parts"][0].update(name="other"))
+    refused(lambda index: index.update(bytes=None))

@@ -90,10 +90,13 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and end the process with its exit status.
 
     Bytes of standard input that are no text become lone surrogates, as they do on the command line, so that a
-    conversation goes on behind the line that has them.
+    conversation goes on behind the line that has them. Characters that an output cannot spell are written as escapes.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):  # None where it is closed
         sys.stdin.reconfigure(errors="surrogateescape")
+    for output in (sys.stdout, sys.stderr):
+        if isinstance(output, io.TextIOWrapper) and output.errors == "strict":
+            output.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:] if args is None else args))
 
 

@@ -122,6 +122,6 @@ def _numbers(text: str) -> list[int]:
         ConfigError: there is something else.
     """
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) for word in words):
+    if not all(word.isdecimal() and int(word) for word in words):
         raise ConfigError(f"--batches takes positive numbers with commas, such as 1,8; found {text!r}")
     return [int(word) for word in words]

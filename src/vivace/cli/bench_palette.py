@@ -20,7 +20,7 @@ from vivace.units import format_bytes
 def palette(
     *,
     shape: Annotated[str, typer.Option(help="Outputs x inputs of the matrix.")] = "4096x4096",
-    bits: Annotated[int, typer.Option(help="Bits of a code: 2, 3 or 4.")] = 3,
+    bits: Annotated[int, typer.Option(help="Bits of a code.", min=2, max=4)] = 3,
     rounds: Annotated[int, typer.Option(help="Updates of the centroids in a pass.", min=0)] = 3,
     modes: Annotated[
         str, typer.Option(help="own (backward pass of its own), hooks (plain autograd that keeps little), plain.")
@@ -37,7 +37,8 @@ def palette(
     from vivace.palette.clustering import MODES
 
     size = _shape(shape)
-    names = split_names(modes)
+    if not (names := split_names(modes)):
+        raise ConfigError(f"--modes names none; {', '.join(MODES)} are there")
     for name in names:
         if name not in MODES:
             raise ConfigError(f"--modes names {name!r}{nearest(name, MODES)}")

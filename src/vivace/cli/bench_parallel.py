@@ -135,7 +135,7 @@ def _sizes(text: str) -> list[int]:
     found = []
     for word in split_names(text):
         digits, is_kilo = word.removesuffix("k"), word.endswith("k")
-        if not digits.isdigit():
+        if not digits.isdecimal():
             raise ConfigError(f"{word!r} is no number of tokens, such as 512 or 2k")
         found.append(int(digits) * (1024 if is_kilo else 1))
     return found

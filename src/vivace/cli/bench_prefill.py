@@ -91,7 +91,7 @@ def _numbers(text: str) -> list[int]:
         ConfigError: one of them is none, or there are none.
     """
     words = split_names(text)
-    wrong = [word for word in words if not word.isdigit()]
+    wrong = [word for word in words if not word.isdecimal()]
     if wrong or not words:
         raise ConfigError(f"--lengths {text!r}: expected numbers with commas between them, such as 1000,4000")
     return [int(word) for word in words]

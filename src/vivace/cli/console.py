@@ -42,8 +42,9 @@ class Console:
         sys.stdout.flush()
 
     def json(self, value: Mapping[str, Any]) -> None:
-        """Write the whole result to stdout as one JSON object."""
-        self.result(json.dumps(value, ensure_ascii=False, indent=2 if sys.stdout.isatty() else None))
+        """Write the whole result to stdout as one JSON object, with escapes where its encoding does not have all."""
+        takes_all = (sys.stdout.encoding or "utf-8").lower().replace("-", "").startswith("utf")
+        self.result(json.dumps(value, ensure_ascii=not takes_all, indent=2 if sys.stdout.isatty() else None))
 
     def note(self, text: str) -> None:
         """Write a line about the work to stderr, unless quiet."""

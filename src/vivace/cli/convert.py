@@ -193,9 +193,10 @@ def _write_store(folder: Path, output: Path, choice: StoreChoice, *, as_json: bo
     texts = None if choice.calibrate is None else _texts(folder, choice.calibrate)
     how, orders = check_layout(choice.layout), None
     if texts is not None:
+        from vivace.checkpoint.load import load_config
         from vivace.storage.neurons.calibration import calibrate, check_calibration
 
-        check_calibration(how, texts, choice.active, choice.error)
+        check_calibration(load_config(folder, choice.ignored), how, texts, choice.active, choice.error)
     if texts is not None and choice.is_ordered:
         from vivace.checkpoint.layerwise import LayerwiseDecoder
         from vivace.storage.neurons.ordering import find_orders

@@ -50,6 +50,8 @@ def demo(
     from vivace.evaluate.systems import MethodSystem
 
     sets = None if tasks is None else [packaged_set(name) for name in split_names(tasks)]
+    if sets == []:
+        raise ConfigError("--tasks names none; leave it out for all that suit the model")
     engine = open_engine(model, (), options.LoadFlags(ignore_config_key=ignore_config_key))
     is_shipped = engine.folder == SHIPPED
     names = methods_shown(engine, is_shipped=is_shipped)

@@ -97,7 +97,7 @@ def evaluate_wires(
     forms, numbers = split_names(flags.wire or ""), split_names(flags.ranks or "")
     if not flags.simulate:
         raise ConfigError("--wire compares forms on simulated ranks; give --simulate")
-    if not forms or not numbers or not all(number.isdigit() for number in numbers) or not (flags.text or tasks):
+    if not forms or not numbers or not all(number.isdecimal() for number in numbers) or not (flags.text or tasks):
         raise ConfigError("--wire needs forms, numbers of ranks and a text: --wire bf16,lowbit --ranks 2,4 --text FILE")
     if flags.text is not None and tasks:
         raise ConfigError("--text and --tasks are measured one at a time; leave out one of them")

@@ -44,6 +44,8 @@ def inspect(
     is_adapter = (folder / TENSORS).is_file()
     if ignore_config_key and (is_store(folder) or is_adapter):
         raise ConfigError(f"--ignore-config-key is for a checkpoint, {folder} is none; leave it out")
+    if weights != "bf16" and (is_store(folder) or is_adapter):
+        raise ConfigError(f"--weights is for a checkpoint, {folder} is none; leave it out")
     if is_store(folder):
         facts = store_facts(folder, verify=verify)
     else:

@@ -414,7 +414,7 @@ class BeamFlags:
         return {
             **vars(self),
             "early_stopping": kinds[self.early_stopping],
-            "forced_bos_token_id": int(first) if first is not None and first.isdigit() else first,
+            "forced_bos_token_id": int(first) if first is not None and first.isdecimal() else first,
         }
 
 

@@ -26,6 +26,7 @@ from vivace.decode.beam_pass import advance_all, candidates_of, search_of
 from vivace.decode.checked import read_on, verified
 from vivace.decode.context import context_of
 from vivace.decode.forward import threads_of
+from vivace.decode.interrupts import whole
 from vivace.decode.isolation import STOPS, RequestFailed, SavedState, blaming, parts_of, request_error
 from vivace.decode.memory import DRAFT_SLACK, WIDEST_DRAFT, MemoryBudget
 from vivace.decode.prefix import CHUNK
@@ -85,8 +86,7 @@ class Session:
         self.room = Room(model, self.cache, self.memory)
         """What requests need of memory."""
         self._drafting: dict[int, tuple[Drafter, DraftState]] = {}
-        """By identity of the drafter: each drafter that a request has named, and its state for the sequences of this
-        session."""
+        """Each drafter that a request has named, by its identity, and its state for the sequences of this session."""
         self.num_target_passes = 0
         """Number of decoding passes of the whole model so far; a pass over several slots counts once."""
         self._owned = [part.open(self.cache) for part in model.stateful]
@@ -161,9 +161,7 @@ class Session:
         if source is None or source.pieces or source.search is not None:
             raise UnsupportedError(f"request {request_id} has beams, no slot, or a prompt to be read; fork it later")
         if self.model.stateful:
-            raise UnsupportedError(
-                "a store of neurons, or a model on ranks, cannot fork a text; ask for each by itself"
-            )
+            raise UnsupportedError("a store of neurons, or a model on ranks, forks no text; ask for each by itself")
         if not self._free:
             raise BusyError(f"all {self.cache.num_slots} slots are in use; fork when a request has ended")
         slot = self._free.pop()
@@ -210,6 +208,7 @@ class Session:
             self._drafting[id(drafter)] = drafter, drafter.open(self.cache)
         return self._drafting[id(drafter)][1]
 
+    @whole
     @torch.inference_mode()
     def step(self) -> list[Emitted]:
         """Advance every sequence: read a piece of the prompts that are incomplete, and decode the other sequences by

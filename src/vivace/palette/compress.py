@@ -158,6 +158,7 @@ def compress(
         progress(index + 1, len(model.layers))
     written = write_folder(opened, out, coded, config)
     measured = None
+    del model, parts  # in float32; two more are read below
     if texts is not None:
         note("comparing with the stored model on text that was held back")
         made = load_decoder(out, dtype="float32")

@@ -109,7 +109,7 @@ class Prefills:
         elif keep is None:
             keep = spec.keep or ""
             layer, colon, share = keep.partition(":")
-            if layer.isdigit():  # its low layer, or a model's last but one
+            if layer.isdecimal():  # its low layer, or a model's last but one
                 keep = f"{min(int(layer), num_layers - 1)}{colon}{share}"
         most = 1 if spec.prunes_once else None
         schedule = parse_keep(keep, num_layers, most=most, has_entries=spec.has_entries)

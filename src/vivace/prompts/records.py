@@ -101,7 +101,7 @@ def load_text(path: str | Path) -> str:
     if not source.is_file():
         raise NotFoundError(f"{source}: no such file")
     try:
-        return source.read_text(encoding="utf-8")
+        return source.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise CorruptError(f"{source} is not UTF-8 text ({error.reason} at byte {error.start})") from error
 

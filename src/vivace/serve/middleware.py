@@ -123,7 +123,7 @@ class Middleware:
         """Return the whole body, if it is not too large and arrives in time."""
         limit = self.config.max_body_bytes
         said = headers.get("content-length", "")
-        if said.isdigit() and int(said) > limit:
+        if said.isdecimal() and int(said) > limit:
             raise _too_large(limit)
         timeout_s = self.config.body_timeout_s
         body = bytearray()

@@ -243,7 +243,7 @@ def _give_back() -> None:
 
 
 def read_bundle(store: Store, reader: AsyncReader, name: str) -> dict[str, nn.Parameter | LowBit]:
-    """Read the tensors of a bundle into memory of their own, and compare its checksum.
+    """Read the tensors of a bundle into memory of their own, and compare its checksum, or those of its pages.
 
     Raises:
         CheckpointError: it cannot be read.

@@ -217,7 +217,8 @@ def open_store(folder: str | Path) -> Store:
         )
     try:
         store = _from_json(found, index)
-    except (KeyError, TypeError, ValueError) as exc:
+        _check_places(store)
+    except (AttributeError, KeyError, TypeError, ValueError) as exc:
         raise CorruptError(f"{found / INDEX} is not an index of a store ({exc!r}); convert the model again") from exc
     _check_file(store)
     return store
@@ -239,6 +240,26 @@ def _from_json(folder: Path, index: Mapping[str, Any]) -> Store:
     return Store(
         folder, config, index["layout"], dtype, index["identity"], index["bytes"], bundles, index["base"], table
     )
+
+
+def _check_places(store: Store) -> None:
+    """Raise ``ValueError`` where bundles do not follow one another, or have other parts than the layout says."""
+    end, layers = PAGE, range(store.config.num_layers)
+    parts = {name: names for index in layers for name, names, _ in _layer(store.config, index, store.layout)}
+    for bundle in store.bundles.values():
+        numbers = (bundle.num_bytes, bundle.count, bundle.stride, bundle.checksum)
+        if bundle.offset != end or not all(isinstance(number, int) and number >= 0 for number in numbers):
+            raise ValueError(f"bundle {bundle.name} at {bundle.offset}, expected at {end}")
+        end += bundle.num_pages_bytes
+        is_whole = bundle.count == 1 and not bundle.name.endswith(".selector")
+        if is_whole and bundle.name in parts and [part.name for part in bundle.parts] != parts[bundle.name]:
+            raise ValueError(f"parts of bundle {bundle.name}")
+        room = bundle.stride or bundle.num_bytes
+        for part in bundle.parts:
+            if part.offset < 0 or part.offset + part.num_bytes(store.dtype.itemsize) > room:
+                raise ValueError(f"{part.name} lies outside of bundle {bundle.name}")
+    if not isinstance(store.num_bytes, int) or store.num_bytes < end:
+        raise ValueError(f"{len(store.bundles)} bundles in {store.num_bytes} bytes")
 
 
 def _check_file(store: Store) -> None:

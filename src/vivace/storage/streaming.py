@@ -100,30 +100,31 @@ class Stream:
     def _turn_to(self, unit: str) -> _Buffer:
         found = next((buffer for buffer in self._buffers if buffer.unit == unit), None)
         is_ahead = found is not None
+        self._current = None
         if found is None:
             found = self._farthest(self._place[unit])
             self._begin(found, unit, NOW)
-        self._current = found
         self._read_ahead(found)
         try:
             self._finish(found, unit, is_ahead=is_ahead)
         except BaseException:
-            found.unit = self._current = None
+            found.unit = None
             raise
+        self._current = found
         return found
 
     def _finish(self, buffer: _Buffer, unit: str, *, is_ahead: bool) -> None:
         """Wait until a buffer is filled, and fill it again if that failed ahead: the fault may be over by now."""
-        read, buffer.read = buffer.read, None
-        if read is None:
+        if buffer.read is None:
             return
         try:
-            read.wait()
+            buffer.read.wait()
         except CheckpointError:
             if not is_ahead:
                 raise
             self._begin(buffer, unit, NOW)
             self._finish(buffer, unit, is_ahead=False)
+        buffer.read = None  # not before it is over: whoever fills the buffer next waits for it
 
     def _farthest(self, place: int) -> _Buffer:
         """Return the buffer whose bundle is used last, counted from ``place``; an empty buffer comes before all."""
@@ -150,9 +151,10 @@ class Stream:
         if buffer.read is not None:  # it was read ahead in vain: its error, if any, concerns nobody
             buffer.read.join()
         bundle = self.store[unit]
-        buffer.unit = unit
+        buffer.unit = None  # what is cut here leaves an empty buffer
         buffer.read = self.reader.submit_whole(buffer.memory[: bundle.num_pages_bytes], bundle.offset, due)
         buffer.tensors = self.store.tensors(unit, buffer.bytes)
+        buffer.unit = unit
 
     def close(self) -> None:
         """Wait until no read is under way."""

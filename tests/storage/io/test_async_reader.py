@@ -7,6 +7,7 @@ import os
 import random
 import threading
 from collections.abc import Iterator
+from ctypes import byref
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from tests.storage.conftest import SIZE
 from tests.storage.stored import broken
 from vivace.errors import CheckpointError, CorruptError, UnsupportedError
-from vivace.kernels.library import found_library
+from vivace.kernels.library import CEnded, found_library
 from vivace.storage.io import native_reader
 from vivace.storage.io.async_reader import AsyncReader, PendingRead
 from vivace.storage.io.native_reader import NativeAsyncReader, open_async_reader
@@ -218,6 +219,53 @@ def test_a_native_reader_that_is_dropped_stops(path: Path) -> None:
     gc.collect()
     assert len(os.listdir("/proc/self/task")) < before, "its thread is gone, and with it whoever writes to the memory"
     file.close()
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_readers_that_are_dropped_leave_nothing_open(path: Path, name: str) -> None:
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("the system does not list descriptors")
+
+    def used() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = used()
+    for _ in range(3):
+        try:
+            reader = READERS[name](path)
+        except UnsupportedError as exc:
+            pytest.skip(str(exc))
+        opened = ThreadAsyncReader(reader, num_threads=2)
+        opened.submit_whole(aligned(SIZE), 0).wait()
+        opened.submit_whole(aligned(SIZE), 0)  # read in vain
+        threads = list(opened._threads)
+        del opened, reader
+        gc.collect()
+        for thread in threads:
+            thread.join(5)
+        del threads
+    assert used() == before
+
+
+@pytest.mark.parametrize("waits", ["join", "completed"])
+def test_a_read_whose_end_was_lost_in_an_interrupt_is_over(path: Path, waits: str) -> None:
+    """The native call takes the batch off its list; an exception then keeps Python from seeing which it was."""
+    reader = BufferedReader(path)
+    opened = native(reader, 1, PAGE)
+    lost, kept = opened.submit_whole(aligned(SIZE), 0), opened.submit_whole(aligned(SIZE), 0)
+    ended = CEnded()
+    opened._library.vivace_reader_wait(opened._handle, lost.number, byref(ended))
+    if waits == "join":
+        assert isinstance(lost.join(), CheckpointError)
+        assert kept.join() is None
+    else:
+        assert opened.completed(waits=True) == [kept]
+        assert opened.completed(waits=True) == [lost]
+        assert isinstance(lost.error, CheckpointError)
+    assert opened.completed(waits=True) == []
+    opened.close()
+    reader.close()
 
 
 def test_without_native_code(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

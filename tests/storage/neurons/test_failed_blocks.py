@@ -37,12 +37,12 @@ def test_a_block_that_fails_leaves_no_read_behind(tmp_path: Path) -> None:
     loader.block = 128  # several of them, which fit into the buffers
     with pytest.raises(CheckpointError, match="the device failed"):
         list(loader.every(0))
-    assert not reader._batches
+    assert not reader._reads
     device.is_broken = False
     blocks = loader.every(0)
     next(blocks)
     blocks.close()  # the pass ended for another reason
-    assert not reader._batches
+    assert not reader._reads
     found = torch.cat([parts["up"].clone() for _, parts in loader.every(0)])
     wanted = store.records("layers.0.neurons", memory_of(store))["up"]
     assert torch.equal(found, wanted)

@@ -22,7 +22,7 @@ from vivace.prefill.pruned import Pruning
 from vivace.prefill.scores import BLOCK, by_masses
 
 LOOKAHEAD = 8
-"""Tokens that are guessed."""
+"""Tokens that are guessed; fewer where the model's positions end."""
 
 
 class SpecPruning(Pruning):
@@ -34,7 +34,8 @@ class SpecPruning(Pruning):
         length = len(hidden)
         importance = torch.zeros(length, device=self._cache.device)
         token = torch.tensor([reading.prompt[-1]], device=self._cache.device)
-        for place in range(length - 1, length + LOOKAHEAD):
+        places = range(length - 1, min(length + LOOKAHEAD, self._model.config.max_positions))
+        for place in places:
             entry = torch.tensor([place], device=self._cache.device)
             step = Step.packed(self._cache, [slot], entry, entry)
             entering = [self._model.embed(token, step)]
@@ -51,4 +52,4 @@ class SpecPruning(Pruning):
             importance += largest
             token = self._model.head(h).argmax(-1)
         count = self._counts(len(reading.prompt))[part + 1]
-        return by_masses(importance / (LOOKAHEAD + 1), count, BLOCK)
+        return by_masses(importance / len(places), count, BLOCK)

@@ -14,6 +14,7 @@ from ctypes import byref, c_int64
 import torch
 from torch import Tensor
 
+from vivace.errors import CheckpointError
 from vivace.kernels.library import DAMAGED, ENDED, CEnded, CExtent, found_library
 from vivace.storage.io.async_reader import CHUNK_BYTES, AsyncReader, PendingRead, Traffic
 from vivace.storage.io.checksums import page_sums_of
@@ -61,8 +62,8 @@ class NativeAsyncReader(AsyncReader):
         table = (None, 0) if self._pages is None else (self._pages.address, self._pages.count)
         handle = library.vivace_reader_open(reader.file, num_threads, chunk_bytes, reader.name == "direct", *table)
         self._handle = ctypes.c_void_p(handle)
-        # The threads write into these memories and read these checksums, so both must outlive the threads.
-        self._stop = weakref.finalize(self, _close, library, self._handle, (self._memories, self._pages))
+        # The threads read the file and these checksums and write into these memories, so all must outlive the threads.
+        self._stop = weakref.finalize(self, _close, library, self._handle, (reader, self._memories, self._pages))
 
     @property
     def reader(self) -> Reader:
@@ -101,23 +102,34 @@ class NativeAsyncReader(AsyncReader):
     def completed(self, *, waits: bool) -> list[PendingRead]:
         """Return the batches that have ended and that nobody joined."""
         count = self._library.vivace_reader_completed(self._handle, self._ended, MOST_AT_ONCE, waits)
-        return [self._end(self._ended[place]) for place in range(count)]
+        found = [self._end(self._ended[place]) for place in range(count)]
+        if waits and not found:  # none is under way: what is still waited for had ended in a call that was interrupted
+            for number in list(self._reads):
+                found.append(self._forget(number))
+                found[-1].end(_unknown(self._reader))
+        return found
 
     def join(self, read: PendingRead) -> None:
         """Block until a batch is over."""
-        ended = CEnded()
+        ended = CEnded(-1)
         self._library.vivace_reader_wait(self._handle, read.number, byref(ended))
-        self._end(ended)
+        if ended.number == read.number:
+            self._end(ended)
+        else:  # it had ended in a call that was interrupted, and nobody was told how
+            self._forget(read.number).end(_unknown(self._reader))
 
     def close(self) -> None:
         """Stop the threads."""
         self._stop()
 
     def _end(self, ended: CEnded) -> PendingRead:
-        del self._memories[ended.number]
-        read = self._reads.pop(ended.number)
+        read = self._forget(ended.number)
         read.end(self._error(ended.error, ended.offset, ended.bytes))
         return read
+
+    def _forget(self, number: int) -> PendingRead:
+        del self._memories[number]
+        return self._reads.pop(number)
 
     def _error(self, number: int, offset: int, num_bytes: int) -> Exception | None:
         if number == 0:
@@ -129,6 +141,10 @@ class NativeAsyncReader(AsyncReader):
         if number == ENDED:
             return truncated(path, offset, num_bytes, max(0, path.stat().st_size - offset))
         return unreadable(path, offset, os.strerror(number))
+
+
+def _unknown(reader: Reader) -> CheckpointError:
+    return CheckpointError(f"reading {reader.path} was interrupted; ask again")
 
 
 def _close(library: ctypes.CDLL, handle: ctypes.c_void_p, _kept: object) -> None:

@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol
@@ -59,6 +60,7 @@ class BufferedReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.file = os.open(path, os.O_RDONLY)
+        self._close = _closes(self, self.file)
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fill ``into`` from ``offset`` on; raises as ``Reader``."""
@@ -66,7 +68,7 @@ class BufferedReader:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self.file)
+        self._close()
 
 
 class DirectReader:
@@ -86,6 +88,7 @@ class DirectReader:
         self.path = path
         try:
             self.file = os.open(path, os.O_RDONLY | flag)
+            self._close = _closes(self, self.file)
             os.preadv(self.file, [aligned(PAGE)], 0)
         except OSError as exc:
             raise UnsupportedError(f"the file system of {path} refuses O_DIRECT ({exc.strerror})") from exc
@@ -110,7 +113,7 @@ class DirectReader:
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self.file)
+        self._close()
 
 
 class MapReader:
@@ -122,6 +125,7 @@ class MapReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = os.open(path, os.O_RDONLY)
+        self._close = _closes(self, self._file)
         self._map = mmap.mmap(self._file, 0, access=mmap.ACCESS_READ)
         if hasattr(mmap, "MADV_RANDOM"):
             self._map.madvise(mmap.MADV_RANDOM)
@@ -141,7 +145,7 @@ class MapReader:
     def close(self) -> None:
         """Close the file."""
         self._map.close()
-        os.close(self._file)
+        self._close()
 
 
 READERS: dict[str, Callable[[Path], Reader]] = {
@@ -162,6 +166,13 @@ def aligned(num_bytes: int) -> memoryview:
 def address(memory: memoryview) -> int:
     """Return the address of a memory view; 0 for an empty one."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory)) if len(memory) else 0
+
+
+def _closes(reader: object, file: int) -> weakref.finalize[[int], object]:
+    """Close a descriptor when this is called, or when its reader is no longer used."""
+    found = weakref.finalize(reader, os.close, file)
+    found.atexit = False
+    return found
 
 
 def _read(file: int, path: Path, offset: int, into: memoryview, least: int | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -24,7 +25,6 @@ class _Batch:
     due: int
     rank: int
     number: int
-    read: PendingRead = field(compare=False)
     memory: memoryview = field(compare=False)
     chunks: list[tuple[int, int, int]] = field(compare=False)
     """Each an offset in the file, an offset in ``memory`` and a number of bytes."""
@@ -48,23 +48,17 @@ class _Batch:
 
 
 class ThreadAsyncReader(AsyncReader):
-    """Reads with threads of Python."""
+    """Reads with threads of Python, which end when it is closed or no longer used."""
 
     def __init__(self, reader: Reader, *, num_threads: int = NUM_THREADS, chunk_bytes: int = CHUNK_BYTES) -> None:
         """Start the threads; for the arguments see ``open_async_reader``."""
         assert chunk_bytes % PAGE == 0, chunk_bytes
         self._reader, self._chunk_bytes = reader, chunk_bytes
+        self._reads: dict[int, PendingRead] = {}
         self._count = 0
-        self._batches: dict[int, _Batch] = {}
-        self._waiting: list[_Batch] = []
-        self._over: list[_Batch] = []
-        self._traffic = Traffic()
-        self._running = 0
-        self._since = 0.0
-        self._is_closed = False
-        lock = threading.Lock()
-        self._asked, self._ended = threading.Condition(lock), threading.Condition(lock)
-        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(num_threads)]
+        self._queue = _Queue(reader)
+        self._threads = [threading.Thread(target=self._queue.work, daemon=True) for _ in range(num_threads)]
+        weakref.finalize(self, self._queue.close).atexit = False
         for thread in self._threads:
             thread.start()
 
@@ -76,8 +70,8 @@ class ThreadAsyncReader(AsyncReader):
     @property
     def traffic(self) -> Traffic:
         """Totals since the reader was opened."""
-        self._traffic.wait_s = self.wait_s
-        return self._traffic
+        self._queue.traffic.wait_s = self.wait_s
+        return self._queue.traffic
 
     def submit(self, memory: memoryview, extents: Tensor, due: int = 0, rank: int = 0) -> PendingRead:
         """Begin to read scattered places."""
@@ -93,55 +87,101 @@ class ThreadAsyncReader(AsyncReader):
             for offset, place, size in extents
             for first in range(0, size, self._chunk_bytes)
         ]
-        with self._asked:
-            read = PendingRead(self, self._count)
-            batch = self._batches[read.number] = _Batch(due, rank, read.number, read, memory, chunks)
-            self._count += 1
-            if chunks:
-                heapq.heappush(self._waiting, batch)
-                self._asked.notify(len(chunks))
-            else:
-                self._over.append(batch)
+        read = self._reads[self._count] = PendingRead(self, self._count)
+        self._count += 1
+        self._queue.add(_Batch(due, rank, read.number, memory, chunks))
         return read
 
     def reschedule(self, read: PendingRead, due: int) -> None:
         """Change when a batch is due."""
+        self._queue.reschedule(read.number, due)
+
+    def completed(self, *, waits: bool) -> list[PendingRead]:
+        """Return the batches that have ended and that nobody joined."""
+        return [self._end(batch) for batch in self._queue.completed(waits=waits)]
+
+    def join(self, read: PendingRead) -> None:
+        """Block until a batch is over."""
+        batch = self._queue.wait(read.number)
+        if batch is not None:
+            self._end(batch)
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._queue.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _end(self, batch: _Batch) -> PendingRead:
+        read = self._reads.pop(batch.number)
+        read.end(batch.error)
+        self._queue.forget(batch)
+        return read
+
+
+class _Queue:
+    """The batches of a reader and the work of its threads, which know nothing of the reader itself."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.traffic = Traffic()
+        self._batches: dict[int, _Batch] = {}
+        self._waiting: list[_Batch] = []
+        self._over: list[_Batch] = []
+        self._running = 0
+        self._since = 0.0
+        self._is_closed = False
+        # A reader may be collected, which closes its queue, in a thread that holds the lock.
+        lock = threading.RLock()
+        self._asked, self._ended = threading.Condition(lock), threading.Condition(lock)
+
+    def add(self, batch: _Batch) -> None:
+        """Add a batch to those that are to be read."""
         with self._asked:
-            batch = self._batches.get(read.number)
+            self._batches[batch.number] = batch
+            if batch.chunks:
+                heapq.heappush(self._waiting, batch)
+                self._asked.notify(len(batch.chunks))
+            else:
+                self._over.append(batch)
+
+    def reschedule(self, number: int, due: int) -> None:
+        """Change when a batch is due."""
+        with self._asked:
+            batch = self._batches.get(number)
             if batch is not None:
                 batch.due = due
                 heapq.heapify(self._waiting)
 
-    def completed(self, *, waits: bool) -> list[PendingRead]:
-        """Return the batches that have ended and that nobody joined."""
+    def completed(self, *, waits: bool) -> list[_Batch]:
+        """Return the batches that are over and not forgotten."""
         with self._ended:
             if waits:
                 self._ended.wait_for(lambda: self._over or not self._batches)
-            return [self._forget(batch) for batch in self._over[:]]
+            return self._over[:]
 
-    def join(self, read: PendingRead) -> None:
-        """Block until a batch is over."""
+    def wait(self, number: int) -> _Batch | None:
+        """Block until a batch is over, and return it; None if this is closed before."""
         with self._ended:
-            batch = self._batches[read.number]
+            batch = self._batches[number]
             self._ended.wait_for(lambda: batch.is_over or self._is_closed)
-            if batch.is_over:
-                self._forget(batch)
+            return batch if batch.is_over else None
+
+    def forget(self, batch: _Batch) -> None:
+        """Drop a batch that is over."""
+        with self._ended:
+            self._over.remove(batch)
+            del self._batches[batch.number]
 
     def close(self) -> None:
-        """Stop the threads."""
+        """Let the threads end."""
         with self._asked:
             self._is_closed = True
             self._asked.notify_all()
-        for thread in self._threads:
-            thread.join()
+            self._ended.notify_all()
 
-    def _forget(self, batch: _Batch) -> PendingRead:
-        self._over.remove(batch)
-        del self._batches[batch.number]
-        batch.read.end(batch.error)
-        return batch.read
-
-    def _work(self) -> None:
+    def work(self) -> None:
+        """Read chunks, the most urgent first, until this is closed."""
         while True:
             with self._asked:
                 self._asked.wait_for(lambda: self._waiting or self._is_closed)
@@ -167,10 +207,10 @@ class ThreadAsyncReader(AsyncReader):
     def _finish(self, batch: _Batch, place: int, size: int, error: Exception | None) -> None:
         """Account for a chunk that was read; called with the lock held."""
         self._running -= 1
-        self._traffic.num_reads += 1
-        self._traffic.num_bytes += size
+        self.traffic.num_reads += 1
+        self.traffic.num_bytes += size
         if not self._running:
-            self._traffic.busy_s += time.perf_counter() - self._since
+            self.traffic.busy_s += time.perf_counter() - self._since
         batch.under_way -= 1
         if error is not None:
             if batch.next < len(batch.chunks):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vivace.checkpoint.layerwise import LayerwiseDecoder
 from vivace.checkpoint.tokenizer import Tokenizer
+from vivace.core.config import ModelConfig
 from vivace.errors import ConfigError
 from vivace.kernels.reference import any_order
 from vivace.prompts import Prompt
@@ -33,13 +34,23 @@ def texts_of(tokenizer: Tokenizer, rows: Iterable[Prompt]) -> list[tuple[int, ..
 
 
 def check_calibration(
-    layout: Layout, texts: Sequence[Sequence[int]], active: float = 0.5, error: float | None = None
+    config: ModelConfig,
+    layout: Layout,
+    texts: Sequence[Sequence[int]],
+    active: float = 0.5,
+    error: float | None = None,
 ) -> None:
     """Refuse what ``calibrate`` would refuse, before a store is written.
 
     Raises:
-        ConfigError: a layout that needs neither predictors nor thresholds, too few texts, or an impossible share.
+        ConfigError: a layout that needs neither predictors nor thresholds, too few texts, an impossible share, or a
+            text that the model cannot read.
     """
+    for number, text in enumerate(texts, 1):
+        if len(text) > config.max_positions:
+            raise ConfigError(f"text {number} has {len(text)} tokens, this model reads {config.max_positions}")
+        if (strange := next((token for token in text if not 0 <= token < config.vocab_size), None)) is not None:
+            raise ConfigError(f"text {number} has token {strange}; this model has tokens 0 to {config.vocab_size - 1}")
     if layout == "layers":
         raise ConfigError("layout layers keeps every neuron: there is nothing to calibrate; leave it out")
     check_shares(active, error)
@@ -74,7 +85,7 @@ def calibrate(
     Raises:
         ConfigError: a layout that needs neither, or too few texts.
     """
-    check_calibration(store.layout, texts, active, error)
+    check_calibration(store.config, store.layout, texts, active, error)
     decoder = LayerwiseDecoder(model, store.dtype, ignored=ignored)
     if store.layout == "neurons":
         how = predictors or PredictorConfig()

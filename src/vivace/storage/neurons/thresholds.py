@@ -9,11 +9,13 @@ output of each layer is measured on texts held back.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vivace.checkpoint.files import read_json
-from vivace.errors import ConfigError, MismatchError
+from vivace.errors import ConfigError, CorruptError, MismatchError
 from vivace.files import write_text
 from vivace.storage.neurons.outputs import LayersInOrder, NeuronOutputs, check_error, feeds_of, most_within
 from vivace.storage.neurons.predictors import split_held
@@ -107,11 +109,16 @@ def load_thresholds(store: Store) -> list[float]:
 
     Raises:
         MismatchError: they are for another store.
+        CorruptError: they are no numbers.
     """
     path = store.folder / FILE
     if not path.is_file():
         return [0.0] * store.config.num_layers
     found = read_json(path)
-    if found.get("identity") != store.identity or len(found.get("thresholds", ())) != store.config.num_layers:
+    numbers: Any = found.get("thresholds")
+    is_list = isinstance(numbers, list)
+    if found.get("identity") != store.identity or (is_list and len(numbers) != store.config.num_layers):
         raise MismatchError(f"{path} belongs to another store; convert with --calibrate again, or remove it")
-    return [float(threshold) for threshold in found["thresholds"]]
+    if not is_list or not all(isinstance(number, float | int) and math.isfinite(number) for number in numbers):
+        raise CorruptError(f"{path}: a threshold is no number; convert with --calibrate again, or remove it")
+    return [float(number) for number in numbers]
