@@ -12,6 +12,9 @@ import pytest
 from vivace.configuration import build
 from vivace.errors import ConfigError
 from vivace.methods.table import METHODS
+from vivace.recipes.reading import override
+from vivace.train.config import LoopConfig
+from vivace.train.optim import OptimiserConfig
 
 
 @dataclass(frozen=True)
@@ -76,3 +79,16 @@ def test_renamed_fields_exist(method: str) -> None:
         renamed = getattr(kind, "RENAMED", {})
         assert set(renamed.values()) <= set(getattr(kind, "__dataclass_fields__", ()))
         assert not set(renamed) & set(getattr(kind, "__dataclass_fields__", ()))
+
+
+def test_numbers_are_read_as_they_are_usually_written() -> None:
+    """A rate such as 1e-3, which has no point, is a text to YAML."""
+    assert build(Inner, override({}, ["rate=1e-3"])) == Inner(rate=1e-3)
+    for text in (".nan", "nan", "fast"):
+        with pytest.raises(ConfigError, match=r"rate (is not a number|must be float)"):
+            build(Inner, override({}, [f"rate={text}"]))
+    for wrong in ({"minutes": 1.0, "snapshot_s": -1.0}, {"minutes": 1.0, "clip": float("nan")}):
+        with pytest.raises(ConfigError, match=r"snapshot_s must be at least 0|clip is not a number"):
+            build(LoopConfig, wrong)
+    with pytest.raises(ConfigError, match="weight_decay must be at least 0"):
+        OptimiserConfig(weight_decay=-5.0)

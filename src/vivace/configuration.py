@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -78,12 +79,22 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return build(typing.cast(type[Any], hint), value, f"{where}.")
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(_value(args[0], item, f"{where}[{place}]") for place, item in enumerate(value))
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if hint is float and isinstance(value, int | str) and not isinstance(value, bool):
+        value = _number(value, where)
+    if isinstance(value, float) and math.isnan(value):
+        raise ConfigError(f"{where} is not a number")
     plain = origin or hint
     if plain is Any or (isinstance(value, plain) and not (plain is int and isinstance(value, bool))):
         return value
     raise ConfigError(f"{where} must be {getattr(plain, '__name__', plain)}, found {value!r}")
+
+
+def _number(value: int | str, where: str) -> float:
+    """Return a number that is spelt without a point; to YAML "1e-3" is a text."""
+    try:
+        return float(value)
+    except (OverflowError, ValueError) as error:
+        raise ConfigError(f"{where} must be float, found {value!r}") from error
 
 
 def _first_that_fits(hints: list[Any], value: Any, where: str) -> Any:

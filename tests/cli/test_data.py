@@ -26,3 +26,13 @@ def test_a_folder_that_cannot_be_made_is_one_line(cli: Cli, tmp_path: Path) -> N
     assert outcome.status == 1
     assert outcome.err.count("\n") == 1
     assert "out" in outcome.err
+
+
+def test_nothing_is_written_where_one_split_is_broken(cli: Cli, tmp_path: Path) -> None:
+    row = '{"mr": "name[Oak]", "ref": "Oak."}\n'
+    (tmp_path / "train.jsonl").write_text(row, encoding="utf-8")
+    (tmp_path / "dev.jsonl").write_text(row + '{"mr": "name[Oak]"}\n', encoding="utf-8")
+    outcome = cli("data", "e2e", tmp_path, tmp_path / "out")
+    assert outcome.status == 1
+    assert "dev.jsonl" in outcome.err
+    assert not list(tmp_path.glob("out/*"))

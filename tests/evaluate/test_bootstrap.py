@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from vivace.errors import ConfigError
+from vivace.evaluate import bootstrap
 from vivace.evaluate.bootstrap import paired_bootstrap, ratio_of_sums
 
 
@@ -40,3 +41,13 @@ def test_wrong_questions_are_refused() -> None:
         paired_bootstrap([], [])
     with pytest.raises(ConfigError, match=r"between 0 and 1, found 95"):
         paired_bootstrap([1], [1], confidence=95)
+
+
+def test_draws_in_blocks_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that thousands of prompts need no more memory than hundreds."""
+    rng = np.random.default_rng(4)
+    a, b = list(rng.normal(0.3, 1, 37)), list(rng.normal(0, 1, 37))
+    whole = paired_bootstrap(a, b, num_resamples=100)
+    for at_once in (37, 3 * 37, 1):
+        monkeypatch.setattr(bootstrap, "DRAWN_AT_ONCE", at_once)
+        assert paired_bootstrap(a, b, num_resamples=100) == whole

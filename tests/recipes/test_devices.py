@@ -83,7 +83,7 @@ def beside(recipe: FrozenRecipe, checkpoint: Path, device: torch.device) -> Trai
     torch.manual_seed(recipe.seed)
     trainable = recipe.begin(context)
     assert trainable.objective is not None
-    context.require_memory(trainable.objective, trainable.depth)
+    context.require_memory(trainable)
     config = TrainConfig(recipe.loop, recipe.optimiser, recipe.seed, context.plan_text("base"))
     return loop.fit(engine.model, trainable.objective, context.data(), config, folder=Path("out/run"), report=QUIET)
 

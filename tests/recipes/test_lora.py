@@ -24,6 +24,7 @@ from vivace.core.low_rank import site_shapes
 from vivace.engine import Engine
 from vivace.errors import ConfigError, MismatchError, NotFoundError
 from vivace.prompts import Prompt
+from vivace.recipes.frozen import FrozenRecipe
 from vivace.recipes.kinds import recipe_named, recipe_of
 from vivace.recipes.lora import LoraRecipe
 from vivace.recipes.over_lora import check_over_lora, wear
@@ -156,6 +157,7 @@ def test_only_factors_learn(checkpoint: Path) -> None:
         ({"targets": ["q", "gat"]}, "targets has 'gat'; did you mean 'gate'"),
         ({"targets": []}, "targets is empty"),
         ({"ranks": 4}, "rank"),
+        ({"seed": 10**23}, "seed must be between 0 and"),
     ],
 )
 def test_recipes_that_cannot_be(values: dict[str, Any], says: str) -> None:
@@ -166,6 +168,7 @@ def test_recipes_that_cannot_be(values: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        (lambda folder: {"rank": 10**9}, "rank 1000000000 is beyond the widest side of this model's matrices"),
         (lambda folder: {"layers": (2,)}, "layers has 2; this model's are 0 to 1"),
         (lambda folder: {"init": str(folder)}, "rank is 4, and .* has 3"),
         (lambda folder: {"init": str(folder), "rank": None, "targets": ("q",)}, "targets, layers and alpha are those"),
@@ -220,3 +223,21 @@ def test_what_cannot_be_trained_over_a_lora_is_refused(checkpoint: Path, tmp_pat
         check_over_lora(recipe_of(recipe_named("lora")), lora, has_data=True)
     with pytest.raises(NotFoundError, match="there is no LoRA"):
         check_over_lora(found, tmp_path, has_data=True)
+
+
+def test_drafts_over_one_lora_are_not_gone_on_with_over_another(checkpoint: Path, tmp_path: Path) -> None:
+    words = [Prompt(f"{a}{b}", (f"{b}{a}",)) for a in "abcdefgh" for b in "klmnopqr"]
+
+    one, other = (make_lora(tmp_path / f"{seed}", checkpoint, rank=3, size=0.05, seed=seed) for seed in (1, 2))
+
+    def train_over(lora: Path) -> None:
+        engine = vivace.load(checkpoint, kernels="torch")
+        over = wear(engine, lora)
+        recipe = recipe_of({**recipe_named("medusa"), "loop": {"steps": 4, "warmup_steps": 1}, "held_back": 8})
+        assert isinstance(recipe, FrozenRecipe)
+        train_beside(recipe, engine, words, tmp_path / "out", Lines(lambda _: None), over=over, is_timed=False)
+
+    train_over(one)
+    train_over(one)
+    with pytest.raises(MismatchError, match="another recipe, base or data"):
+        train_over(other)

@@ -18,6 +18,7 @@ from vivace.core.sampling import Sampling
 from vivace.engine import Engine
 from vivace.errors import ConfigError, CorruptError, MismatchError, UnsupportedError
 from vivace.recipes import own_text as module
+from vivace.recipes.frozen import TrainContext
 from vivace.recipes.own_text import Budget, UserTurn, own_text, with_text, within
 from vivace.recipes.repetition import Repetition
 from vivace.recipes.trainer import train_beside
@@ -207,3 +208,14 @@ def test_weights_are_trained_without_data(engine: Engine, tmp_path: Path) -> Non
     assert {str(row.request) for row in WORDS} & {
         row["prompt"] for row in rows(tmp_path / "mixed" / "run" / "own.jsonl")
     }
+
+
+def test_text_for_other_prompts_is_not_taken_for_those_that_are_given(engine: Engine, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, own_tokens=300, longest=64)
+    decoder = vivace.load(engine.folder, kernels="torch")
+    TrainContext.of(recipe, decoder, [], tmp_path, Lines(lambda _: None))
+    TrainContext.of(recipe, decoder, [], tmp_path, Lines(lambda _: None))
+    with pytest.raises(MismatchError, match="is text for other prompts; give --data as then, or start in an empty"):
+        TrainContext.of(recipe, decoder, WORDS, tmp_path, Lines(lambda _: None))
+    (tmp_path / "run" / "own.json").unlink()  # of a run that an older version began
+    TrainContext.of(recipe, decoder, WORDS, tmp_path, Lines(lambda _: None))

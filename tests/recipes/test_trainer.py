@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import vivace
+from tests.parity.families import make
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import load_adapter
 from vivace.decode.shallow import DraftPlan
@@ -20,10 +22,13 @@ from vivace.methods.dynamic.objective import RouterTraining
 from vivace.methods.multirate.config import MultirateConfig
 from vivace.prompts import Prompt
 from vivace.recipes.dynamic import DynamicRecipe
+from vivace.recipes.frozen import FrozenRecipe, TrainContext
+from vivace.recipes.kinds import recipe_named, recipe_of
 from vivace.recipes.multirate import MultirateRecipe
 from vivace.recipes.regenerate import regenerated
 from vivace.recipes.trainer import train_beside
 from vivace.train.config import LoopConfig
+from vivace.train.memory import LOGITS_AT_ONCE
 from vivace.train.report import Lines
 
 WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
@@ -162,3 +167,49 @@ def test_exits_refuse_what_cannot_be(checkpoint: Path, tmp_path: Path) -> None:
         replace(EXITS, router_rows=0)
     with pytest.raises(ConfigError, match="nothing to train on with held_back 63 and 10 for calibration"):
         train_beside(replace(EXITS, held_back=63), engine, WORDS, tmp_path / "early", Lines(lambda _: None))
+
+
+def test_rows_that_are_left_out_are_told(checkpoint: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    long = [Prompt("say " * 90, (str(number),)) for number in range(3)]
+    recipe = replace(RECIPE, longest=64)
+    engine = vivace.load(checkpoint, kernels="torch")
+    context = TrainContext.of(recipe, engine, [*WORDS, *long], tmp_path, Lines(notes.append))
+    assert "3 of 67 rows have more than 64 tokens and are left out" in notes
+    assert len(context.rows([*context.train, *context.held_back])) == len(WORDS)
+
+
+def test_rows_end_where_the_positions_of_a_model_do(tmp_path: Path) -> None:
+    """GPT-2 has no position beyond its context, however long a row may be."""
+    make("gpt2").save_pretrained(tmp_path / "gpt2")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(make_checkpoint(tmp_path / "other") / name, tmp_path / "gpt2" / name)
+    engine, notes = vivace.load(tmp_path / "gpt2", kernels="torch"), list[str]()
+    most = engine.model.config.max_positions
+    rows = [*WORDS, Prompt("say " * most, ("no",))]
+    context = TrainContext.of(replace(RECIPE, longest=4 * most), engine, rows, tmp_path / "out", Lines(notes.append))
+    assert f"1 of 65 rows have more than {most} tokens and are left out" in notes
+    assert max(batch.tokens.shape[1] for batch in context.batches(context.train)) <= most
+
+
+def test_a_prompt_is_held_back_with_all_its_answers(checkpoint: Path, tmp_path: Path) -> None:
+    rows = [replace(row, references=("one", "two", "three", "four")) for row in WORDS]
+    engine = vivace.load(checkpoint, kernels="torch")
+    context = TrainContext.of(replace(RECIPE, held_back=30), engine, rows, tmp_path, Lines(lambda _: None))
+    assert len(context.held_back) == 32
+    assert not {prompt for prompt, _ in context.held_back} & {prompt for prompt, _ in context.train}
+    with pytest.raises(ConfigError, match="4 rows of 1 prompts leave nothing to train on"):
+        TrainContext.of(RECIPE, engine, rows[:1], tmp_path, Lines(lambda _: None))
+
+
+def test_the_memory_of_a_draft_model_is_that_of_its_own_layers(checkpoint: Path, tmp_path: Path) -> None:
+    engine, found = vivace.load(checkpoint, kernels="torch"), list[int]()
+    for factor in (1, 4):
+        shape = {"num_layers": 2, "width": 32 * factor, "ffn_width": 64 * factor, "num_heads": 4 * factor}
+        values = {**recipe_named("draft"), "held_back": 8}
+        recipe = recipe_of({**values, "shape": {**values["shape"], **shape, "num_kv_heads": 2, "head_dim": 8}})
+        assert isinstance(recipe, FrozenRecipe)
+        context = TrainContext.of(recipe, engine, WORDS, tmp_path / "out", Lines(lambda _: None))
+        found.append(context.memory(recipe.begin(context)).activations)
+    logits = 4 * 6 * min(recipe.tokens_per_batch * engine.model.config.vocab_size, LOGITS_AT_ONCE)
+    assert found[1] - logits > 2 * (found[0] - logits)

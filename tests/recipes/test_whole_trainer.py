@@ -13,14 +13,15 @@ from vivace.checkpoint.load import load_decoder
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.configuration import build
 from vivace.core.step import Step
-from vivace.errors import ConfigError
+from vivace.errors import ConfigError, MismatchError
 from vivace.prompts import Prompt
 from vivace.recipes.decoder import DecoderRecipe, Stage
+from vivace.recipes.own_tokenizer import own_tokenizer
 from vivace.recipes.reading import read_recipe
 from vivace.recipes.scratch import ShapeConfig
 from vivace.recipes.whole_trainer import train_whole
 from vivace.train.config import LoopConfig
-from vivace.train.data import Rows
+from vivace.train.data import Rows, pairs_of
 from vivace.train.report import Lines
 from vivace.train.variation import VariationConfig
 
@@ -135,10 +136,26 @@ def test_a_share_of_a_task_is_drawn_each_epoch(tmp_path: Path, monkeypatch: pyte
     stage = Stage(LOOP, invent=0.0, shares={"one": 0.0})
     train_whole(replace(RECIPE, stages=(stage,), exercises=0.0), prompts, tmp_path, Lines(lambda line: None))
     of_task = {prompt.request: prompt.task for prompt in prompts}
-    epochs = drawn[1:]
+    epochs = drawn[2:]  # behind all rows and those held back
     assert epochs
     assert all({of_task[asked] for asked, _ in epoch} == {"two"} for epoch in epochs)
     with pytest.raises(ConfigError, match="no rows"):
         train_whole(replace(RECIPE, stages=(stage,)), PROMPTS, tmp_path / "b", Lines(lambda line: None))
     with pytest.raises(ConfigError, match="between 0 and 1"):
         Stage(LOOP, shares={"one": 2.0})
+
+
+def test_a_tokenizer_of_other_rows_is_learnt_anew_before_the_first_step_and_refused_behind_it(tmp_path: Path) -> None:
+    quiet, others = Lines(lambda line: None), [replace(prompt, references=("quite another",)) for prompt in PROMPTS]
+    pairs, other_pairs = pairs_of(PROMPTS), pairs_of(others)
+    config = SHAPE.hf_config()
+    folder = own_tokenizer(tmp_path / "run", pairs, config, 64)
+    first = (folder / "tokenizer.json").read_bytes()
+    assert own_tokenizer(tmp_path / "run", pairs, config, 64) == folder
+    assert (folder / "tokenizer.json").read_bytes() == first
+    own_tokenizer(tmp_path / "run", other_pairs, config, 64)
+    assert (folder / "tokenizer.json").read_bytes() != first
+    train_whole(RECIPE, others, tmp_path, quiet)
+    assert load_tokenizer(tmp_path).encode("quite another") == load_tokenizer(folder).encode("quite another")
+    with pytest.raises(MismatchError, match="belongs to a run with another recipe or other data"):
+        train_whole(RECIPE, PROMPTS, tmp_path, quiet)

@@ -14,7 +14,21 @@ from tests.train.tiny import PAIRS, batches
 from vivace.checkpoint.tokenizer import Tokenizer
 from vivace.errors import CapacityError, ConfigError
 from vivace.prompts import Prompt
-from vivace.train.data import Batches, BatchPlace, Row, Rows, Unended, Untold, asked, collate, grouped, pairs_of
+from vivace.train.data import (
+    Batches,
+    BatchPlace,
+    Row,
+    Rows,
+    Unended,
+    Untold,
+    asked,
+    collate,
+    grouped,
+    pairs_of,
+    pieces_of,
+    shuffled_groups,
+    take_groups,
+)
 from vivace.train.variation import Variation, VariationConfig
 
 
@@ -137,3 +151,32 @@ def test_conversations_are_not_varied() -> None:
     assert variation.drawn(pair, random.Random(0)) is pair
     assert variation.respelled(pair) is pair
     assert variation.exercise(pair, random.Random(0)) is None
+
+
+def test_what_tells_of_each_other_goes_to_one_side() -> None:
+    """Answers to one prompt and turns of one conversation together, pieces of plain text each by itself."""
+    conversations = [Prompt(talk(f"q{n}", "a", "more", "b")) for n in range(6)]  # type: ignore[arg-type]
+    prompts = [Prompt(f"p{n}", tuple(f"answer {k}" for k in range(3))) for n in range(6)]
+    pairs = [*pairs_of(conversations), *pairs_of(prompts), *pairs_of(pieces_of("word " * 400))]
+    groups = shuffled_groups(pairs, 0)
+    assert sorted(len(group) for group in groups) == [1] * 4 + [2] * 6 + [3] * 6
+    assert sorted(map(str, pairs)) == sorted(str(pair) for group in groups for pair in group)
+    assert groups != shuffled_groups(pairs, 1)
+    taken = take_groups(groups, 5)
+    assert 5 <= len(taken) <= 7
+    assert not {prompt for prompt, _ in taken if prompt} & {prompt for group in groups for prompt, _ in group}
+
+
+def test_rows_each_with_a_prompt_of_its_own_lie_as_they_did_before_there_were_groups() -> None:
+    """So runs that were begun go on."""
+    pairs = [(f"p{n}", f"a{n}") for n in range(50)]
+    shuffled = list(pairs)
+    random.Random(3).shuffle(shuffled)
+    assert [pair for group in shuffled_groups(pairs, 3) for pair in group] == shuffled
+
+
+def test_an_epoch_that_drew_nothing_but_long_rows_is_empty(tokenizer: Tokenizer) -> None:
+    pairs = [("word " * 80, "long"), ("a", "b")]
+    drawn = Batches(lambda rng, number: [pairs[number % 2]], Rows(tokenizer, 32), tokens_per_batch=64)
+    assert drawn.epoch(0) == []
+    assert len(drawn.epoch(1)) == 1

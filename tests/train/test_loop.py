@@ -230,3 +230,56 @@ def test_minutes_may_be_those_of_processors(
     )
     assert 5 <= done.progress.step <= 60
     assert done.progress.elapsed_s <= 70
+
+
+class Blind(NextToken):
+    """Reports nothing but agreement, which is finite whatever the weights are."""
+
+    def losses(self, model: Decoder, batch: TokenBatch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+        for loss, _ in super().losses(model, batch):
+            yield loss, {"agreement": 0.5}
+
+
+def test_a_loss_that_is_no_number_is_noticed_where_it_is_not_reported(
+    tokenizer: Tokenizer, model: Decoder, folder: Path
+) -> None:
+    with torch.no_grad():
+        model.embedding.fill_(math.nan)
+    with pytest.raises(UsageError, match=r"loss nan at step 0: lower the rates or set clip, and start in an empty"):
+        fit(model, Blind(model), DataSplit(batches(tokenizer)), course(5), folder=folder, report=Kept())
+
+
+class Wavering(NextToken):
+    """Its loss on held-back rows is no number at first."""
+
+    num_bad = 2
+
+    def losses(self, model: Decoder, batch: TokenBatch) -> Iterator[tuple[Tensor, Mapping[str, float]]]:
+        bad = not torch.is_grad_enabled() and self.num_bad > 0
+        self.num_bad -= not torch.is_grad_enabled()
+        for loss, seen in super().losses(model, batch):
+            yield (loss * math.nan if bad else loss), seen
+
+
+def test_an_evaluation_that_is_no_number_is_never_the_best(tokenizer: Tokenizer, model: Decoder, folder: Path) -> None:
+    report, data = Kept(), DataSplit(batches(tokenizer), held_back(tokenizer))
+    found = fit(model, Wavering(model), data, course(20, evaluate_steps=4), folder=folder, report=report)
+    assert [is_best for *_, is_best in report.passes][:3] == [False, False, True]
+    assert math.isfinite(found.progress.best_loss or math.nan)
+    always = Wavering(model)
+    always.num_bad = 1000
+    with pytest.raises(UsageError, match="the loss on held-back rows is no number"):
+        fit(model, always, data, course(8, evaluate_steps=4), folder=folder / "always", report=Kept())
+
+
+def test_a_finished_run_tells_its_last_evaluation_again(tokenizer: Tokenizer, model: Decoder, folder: Path) -> None:
+    data = DataSplit(batches(tokenizer), held_back(tokenizer))
+    first, again = (
+        fit(model, NextToken(model), data, course(8, evaluate_steps=4), folder=folder, report=Kept()) for _ in range(2)
+    )
+    assert again.held_back.keys() == first.held_back.keys() != set()
+
+
+def test_seeds_may_be_large(tokenizer: Tokenizer, model: Decoder, folder: Path) -> None:
+    settings = TrainConfig(course(2).loop, OptimiserConfig(), seed=2**62)
+    fit(model, NextToken(model), DataSplit(batches(tokenizer)), settings, folder=folder, report=Kept())

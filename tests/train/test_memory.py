@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,3 +50,16 @@ def test_a_run_that_cannot_fit_is_refused() -> None:
     require_memory(MemoryEstimate(1, 1, 1, 1), torch.device("cpu"))
     with pytest.raises(CapacityError, match=r"are free; lower tokens_per_batch"):
         require_memory(MemoryEstimate(1, 1, 1, 1 << 60), torch.device("cpu"))
+
+
+def test_recomputed_layers_keep_one_layer_beside_all_inputs() -> None:
+    """Of a model with feed-forwards that are wider than all inputs of layers together this is most of it."""
+    model = tiny_decoder()
+    weights = list(model.parameters())
+    few, many = (
+        estimate_memory(replace(model.config, num_layers=n), weights, weights[:1], 0, 4096, recompute=True).activations
+        for n in (1, 2)
+    )
+    plain = estimate_memory(replace(model.config, num_layers=1), weights, weights[:1], 0, 4096).activations
+    assert many - few == 4096 * 4 * model.config.width
+    assert few - plain == 4096 * 4 * model.config.width

@@ -52,13 +52,12 @@ def train_beside_model(values: Mapping[str, Any], changes: Sequence[str], flags:
     from vivace.recipes.trainer import train_beside
 
     engine = open_engine(flags.model, (), flags.load_flags(), store)
-    if flags.lora is not None:
-        wear(engine, flags.lora)
+    over = None if flags.lora is None else wear(engine, flags.lora)
     report = flags.report()
     if isinstance(recipe, PromptsRecipe):
         facts: dict[str, Any] = {"members": train_pool(recipe, engine, prompts, out, report, answers)}
     else:
-        runs = train_beside(recipe, engine, prompts, out, report, answers=answers, is_timed=flags.lora is None)
+        runs = train_beside(recipe, engine, prompts, out, report, answers=answers, over=over, is_timed=over is None)
         if runs and not flags.as_json:
             print_runs(runs)
         facts = {"runs": [asdict(run) for run in runs]}
@@ -100,7 +99,9 @@ def _with_text(
     else:
         values = without_writing(values, changes, has_data=bool(flags.data))
         answers = read_answers(flags.answers, base_hash(folder_of(flags.model)))
-    recipe = recipe_of(within(values, flags.minutes))
+    if flags.minutes is not None and isinstance(found := recipe_of(values), FrozenRecipe):
+        values = within(values, flags.minutes / found.num_trainings)  # they follow one another
+    recipe = recipe_of(values)
     assert isinstance(recipe, FrozenRecipe)
     return recipe, answers
 

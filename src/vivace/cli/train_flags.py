@@ -10,7 +10,7 @@ import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
-from vivace.errors import ConfigError
+from vivace.errors import ConfigError, CorruptError
 from vivace.prompts import Prompt, load_prompts, load_text
 
 if TYPE_CHECKING:
@@ -108,7 +108,10 @@ class TrainFlags:
             if path.suffix != TEXT:
                 rows += load_prompts(path, check=check)
             elif takes_text and not are_answered:
-                rows += pieces_of(load_text(path))
+                pieces = pieces_of(load_text(path))
+                if not pieces:
+                    raise CorruptError(f"{path} has no text")
+                rows += pieces
             else:
                 raise ConfigError(f"{path} is plain text, in which nothing is asked; give prompts (.jsonl)")
         return rows

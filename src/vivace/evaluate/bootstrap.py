@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from vivace.errors import ConfigError
 
+DRAWN_AT_ONCE = 1 << 22
+"""Largest number of draws that are held at once, 32 MiB."""
+
 Statistic = Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]]
 """Function from two arrays ``(..., n)`` of per-prompt values to an array ``(...,)``; it works on the last axis."""
 
@@ -70,7 +73,14 @@ def paired_bootstrap(
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence lies between 0 and 1, found {confidence}")
     first, second = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    drawn = np.random.default_rng(seed).integers(0, len(first), (num_resamples, len(first)))
-    values = statistic(first[drawn], second[drawn])
+    generator = np.random.default_rng(seed)
+    at_once = max(1, DRAWN_AT_ONCE // len(first))
+    values = np.concatenate(
+        [
+            statistic(first[drawn], second[drawn])
+            for begun in range(0, num_resamples, at_once)
+            for drawn in [generator.integers(0, len(first), (min(at_once, num_resamples - begun), len(first)))]
+        ]
+    )
     low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(float(statistic(first, second)), float(low), float(high), confidence)

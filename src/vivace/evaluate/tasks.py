@@ -143,10 +143,11 @@ def convert(
         )
     if target.resolve() in [path.resolve() for path in sources.values()]:
         raise ConfigError(f"{target} is the source itself; name another file")
+    rows = {name: list(_pairs(TASKS[task], path)) for name, path in sources.items()}
     done = []
     for name, path in sources.items():
         file = target if target.suffix == ".jsonl" else target / f"{task}-{name}.jsonl"
-        done.append(_convert_file(TASKS[task], path, file, is_train=name == "train", complete=complete))
+        done.append(_convert_file(TASKS[task], rows[name], path, file, is_train=name == "train", complete=complete))
     return done
 
 
@@ -170,9 +171,10 @@ def _find(task: str, source: Path, split: str | None) -> dict[str, Path]:
     return found
 
 
-def _convert_file(task: Task, source: Path, output: Path, *, is_train: bool, complete: bool) -> Converted:
-    """Convert one file."""
-    pairs = list(_pairs(task, source))
+def _convert_file(
+    task: Task, pairs: list[tuple[str, str]], source: Path, output: Path, *, is_train: bool, complete: bool
+) -> Converted:
+    """Convert the rows of one file."""
     was_tokenised = is_tokenised(answer for _, answer in pairs) and task.name == "e2e"
     if was_tokenised:
         pairs = [(detokenise(prompt), detokenise(answer)) for prompt, answer in pairs]

@@ -104,6 +104,11 @@ class StudentTraining(Trainable):
         self.objective = StudentObjective(student, loss)
         self.depth = student.config.num_layers
 
+    @property
+    def learner(self) -> Decoder:
+        """Return the draft model."""
+        return self.student
+
     def finish(self) -> TrainedAdapter:
         """Return the weights; how many tokens to draft is chosen when decoding."""
         return TrainedAdapter(DraftModelConfig(), self.config, self.student.state_dict())

@@ -216,7 +216,7 @@ class _Estimate:
             self.figures["products of matrices here"] = Figure(self.matrices, "FLOP/s", "measured")
             self.figures["reading memory here"] = Figure(self.bandwidth, "B/s", "measured")
         if objective is not None:
-            memory = self.context.memory(objective, self.trainable.depth)
+            memory = self.context.memory(self.trainable)
             for name in ("weights", "gradients", "optimiser", "activations"):
                 self.figures[f"memory: {name}"] = Figure(getattr(memory, name), "B", "computed")
             files = self._files(objective.groups())

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.draft_vocabulary import first_of, ranked, save_vocabulary
-from vivace.checkpoint.files import require_folder
+from vivace.checkpoint.files import read_json, require_folder
 from vivace.core.config import ModelConfig
 from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
@@ -22,6 +22,7 @@ from vivace.engine import Engine
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.evaluate.benchmark import BenchmarkPrompt, Run, run_benchmark, summarise
 from vivace.evaluate.systems import MethodSystem
+from vivace.files import write_text
 from vivace.prompts import Prompt
 from vivace.recipes.answers import AnswersFile
 from vivace.recipes.own_text import Budget, own_text, written_before
@@ -38,6 +39,8 @@ from vivace.train.data import (
     asked,
     pairs_of,
     questions_of,
+    shuffled_groups,
+    take_groups,
     texts_of,
 )
 from vivace.train.memory import MemoryEstimate, estimate_memory, require_memory
@@ -91,6 +94,8 @@ class FrozenRecipe(ABC):
             raise ConfigError(
                 f"own_tokens must be >= 0 and own_minutes above 0, found {self.own_tokens} and {self.own_minutes}"
             )
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be between 0 and 2^63 - 1, found {self.seed}")
         if self.own_tokens and self.regenerate:
             raise ConfigError("own_tokens answers the prompts of the data too; leave out regenerate")
 
@@ -188,10 +193,15 @@ class Trainable(ABC):
     objective: DecoderObjective | None
     """The objective that the loop minimises; None where nothing is trained and thresholds are only calibrated."""
     depth: int = 1
-    """Number of layers of the base that gradients pass through, by which the memory is estimated."""
+    """Number of layers that gradients pass through, by which the memory is estimated."""
 
     def __init__(self, context: TrainContext) -> None:
         self.context = context
+
+    @property
+    def learner(self) -> Decoder:
+        """Return the decoder whose layers gradients pass through: the base, unless subclasses train another."""
+        return self.context.engine.model
 
     @abstractmethod
     def finish(self) -> TrainedAdapter:
@@ -226,6 +236,8 @@ class TrainContext:
     """Folder of the run's snapshots, for those of trainings that ``begin`` makes before it."""
     answers: AnswersFile | None = None
     """The file that all rows come from; None where they are the data's, or the base's own text of this run."""
+    over: str | None = None
+    """Version of the LoRA that the decoder wears; None for the base as it is."""
 
     @staticmethod
     def of(
@@ -235,6 +247,7 @@ class TrainContext:
         out: Path,
         report: Report,
         answers: AnswersFile | None = None,
+        over: str | None = None,
     ) -> TrainContext:
         """Shuffle the rows and divide them into rows to train on, held-back rows and calibration rows.
 
@@ -253,18 +266,23 @@ class TrainContext:
         pairs = _pairs(recipe, engine, prompts, out, report) if answers is None else _given(recipe, prompts, answers)
         if answers is not None:
             report.note(f"{len(pairs)} answers of {answers.path} are learnt from; none is written")
-        random.Random(recipe.seed).shuffle(pairs)
         last = recipe.num_held_back(len(pairs))
         if last < recipe.held_back:
             report.note(f"{last} of {len(pairs)} rows are held back: {recipe.held_back} are too many of so few")
-        first = last + recipe.num_calibration
-        if len(pairs) <= first:
+        groups = shuffled_groups(pairs, recipe.seed)
+        of = "" if len(groups) == len(pairs) else f" of {len(groups)} prompts"
+        held_back, calibration = take_groups(groups, last), take_groups(groups, recipe.num_calibration)
+        if not groups:
             calibrating = f" and {recipe.num_calibration} for calibration" if recipe.num_calibration else ""
             raise ConfigError(
-                f"{len(pairs)} rows leave nothing to train on with held_back {last}{calibrating}; lower them"
+                f"{len(pairs)} rows{of} leave nothing to train on with held_back {last}{calibrating}; lower them"
             )
-        parts = pairs[first:], pairs[:last], pairs[last:first]
-        return TrainContext(recipe, engine, *parts, report, out / "run", answers)
+        train = [pair for group in groups for pair in group]
+        context = TrainContext(recipe, engine, train, held_back, calibration, report, out / "run", answers, over)
+        rows = context._rows()
+        if left_out := len(pairs) - len(rows.encode(pairs)):
+            report.note(f"{left_out} of {len(pairs)} rows have more than {rows.longest} tokens and are left out")
+        return context
 
     def timed(self, saved: SavedTraining) -> list[Run]:
         """Time plain decoding and the trained method on held-back prompts, with the kernels that decode; return nothing
@@ -303,7 +321,8 @@ class TrainContext:
         """Return what encodes pairs for the frozen decoder, on its device."""
         recipe, engine = self.recipe, self.engine
         cuts = recipe.own_tokens > 0 or self.answers is not None
-        return Rows(engine.tokenizer, recipe.longest, engine.model.device, cuts=cuts)
+        longest = min(recipe.longest, engine.model.config.max_positions)
+        return Rows(engine.tokenizer, longest, engine.model.device, cuts=cuts)
 
     def data(self) -> DataSplit[TokenBatch]:
         """Return endless batches of the rows to train on, and the held-back batches."""
@@ -319,29 +338,32 @@ class TrainContext:
         plan = {"recipe": asdict(self.recipe), "base": base, "rows": len(rows), "data": digest_of(rows)}
         if self.answers is not None:
             plan["answers"] = self.answers.digest
+        if self.over is not None:
+            plan["over"] = self.over
         if self.recipe.beside:
             plan["beside"] = [base_hash(name) for name in self.recipe.beside]
         return json.dumps(plan, sort_keys=True)
 
-    def memory(self, objective: DecoderObjective, depth: int) -> MemoryEstimate:
-        """Return the memory that the training needs; gradients pass through ``depth`` layers of the base."""
+    def memory(self, trainable: Trainable) -> MemoryEstimate:
+        """Return the memory that a training needs."""
         model = self.engine.model
-        optimiser = Optimiser(objective.groups(), self.recipe.optimiser)
+        assert trainable.objective is not None
+        optimiser = Optimiser(trainable.objective.groups(), self.recipe.optimiser)
         weights = [*model.parameters(), *optimiser.params]
-        part = replace(model.config, num_layers=depth)
+        part = replace(trainable.learner.config, num_layers=trainable.depth)
         need = estimate_memory(part, weights, optimiser.params, optimiser.num_bytes(), self.recipe.tokens_per_batch)
         if self.engine.storage is not None:  # weights that are streamed from files are no parameters
             plan = self.engine.storage.plan
             need = replace(need, weights=need.weights + plan.buffer_bytes + plan.pool_bytes)
         return need
 
-    def require_memory(self, objective: DecoderObjective, depth: int) -> None:
-        """Report the memory that the training needs.
+    def require_memory(self, trainable: Trainable) -> None:
+        """Report the memory that a training needs.
 
         Raises:
             CapacityError: the training needs more memory than is free.
         """
-        need = self.memory(objective, depth)
+        need = self.memory(trainable)
         self.report.note(f"memory: {need}")
         require_memory(need, self.engine.model.device)
 
@@ -382,5 +404,19 @@ def _own_pairs(
         return written_before(engine, path)
     asked = sorted(set(questions_of(prompts)))
     random.Random(recipe.seed).shuffle(asked)
+    _check_asked(path, asked)
     budget = Budget(recipe.own_tokens, recipe.own_minutes)
     return own_text(as_it_decodes(engine), path, budget, recipe.longest, asked, report.note)
+
+
+def _check_asked(path: Path, asked: Sequence[str]) -> None:
+    """Keep a digest of the prompts that are given beside the text that answers them.
+
+    Raises:
+        MismatchError: there is text already, and other prompts were given for it.
+    """
+    known, now = path.with_suffix(".json"), {"asked": digest_of([(prompt, "") for prompt in asked])}
+    if path.exists() and known.exists() and read_json(known) != now:
+        raise MismatchError(f"{path} is text for other prompts; give --data as then, or start in an empty folder")
+    if not path.exists():
+        write_text(known, json.dumps(now) + "\n")

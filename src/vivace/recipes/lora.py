@@ -66,7 +66,9 @@ class LoraRecipe(FrozenRecipe):
         return LoraTraining(context, weights.to(model.device, model.dtype))
 
     def _shapes(self, model: Decoder, rank: int) -> dict[Site, Shape]:
-        count = model.config.num_layers
+        count, most = model.config.num_layers, max(model.config.width, model.config.ffn_width)
+        if rank > most:
+            raise ConfigError(f"rank {rank} is beyond the widest side of this model's matrices, {most}; lower it")
         if wrong := [layer for layer in self.layers if not 0 <= layer < count]:
             raise ConfigError(f"layers has {wrong[0]}; this model's are 0 to {count - 1}")
         shapes = site_shapes(model.config, self.layers or range(count), dict.fromkeys(self.targets, rank))

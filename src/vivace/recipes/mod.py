@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ from vivace.methods.mod.drafter import ModConfig
 from vivace.methods.mod.objective import ModObjective, thresholds_on
 from vivace.prompts import Prompt
 from vivace.recipes.decoder import DecoderRecipe, WholeRecipe
-from vivace.train.data import Rows, pairs_of
+from vivace.train.data import Rows, pairs_of, shuffled_groups, take_groups
 from vivace.train.next_token import NextToken
 from vivace.train.report import Report
 
@@ -56,10 +55,9 @@ class ModRecipe(WholeRecipe):
         """Calibrate the routers' thresholds on the held-back rows and save both to ``<out>/adapters/mod``."""
         assert isinstance(objective, ModObjective)
         engine = load(out, kernels="torch")
-        pairs = pairs_of(prompts)
-        random.Random(self.decoder.seed).shuffle(pairs)
+        groups = shuffled_groups(pairs_of(prompts), self.decoder.seed)
         rows = Rows(engine.tokenizer, self.decoder.longest)
-        batches = rows.batches(pairs[: self.decoder.held_back], self.decoder.tokens_per_batch)
+        batches = rows.batches(take_groups(groups, self.decoder.held_back), self.decoder.tokens_per_batch)
         routers = objective.routers.to(
             engine.model.device, engine.model.dtype
         )  # thresholds belong to the weights as they are stored

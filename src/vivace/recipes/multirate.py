@@ -72,7 +72,7 @@ class MultirateRecipe(FrozenRecipe):
             return self._untrained(context)
         candidates = {layer: self._at(layer)._untrained(context) for layer in sorted(set(self.find_exit))}
         for trainable in candidates.values():
-            context.require_memory(trainable.objective, trainable.depth)
+            context.require_memory(trainable)
         best = search_exit(context, candidates, self.plan, self.find_steps)[0]
         context.report.note(f"exit layer {best.exit_layer} is trained on")
         return candidates[best.exit_layer]

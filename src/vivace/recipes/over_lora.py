@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vivace.adapters.lora import merge_into, table_of, why_no_lora
+from vivace.adapters.lora import merge_into, table_of, version_of, why_no_lora
 from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.lora_config import is_lora
 from vivace.checkpoint.peft import load_lora
@@ -35,8 +35,8 @@ def check_over_lora(recipe: object, folder: Path, *, has_data: bool) -> None:
         )
 
 
-def wear(engine: Engine, folder: Path) -> None:
-    """Make an engine's model the adapted one, for good.
+def wear(engine: Engine, folder: Path) -> str:
+    """Make an engine's model the adapted one, for good, and return the version of the LoRA.
 
     Raises:
         CheckpointError: the LoRA is broken or of another base.
@@ -46,3 +46,4 @@ def wear(engine: Engine, folder: Path) -> None:
         raise UnsupportedError(f"this model takes no LoRA: {reason}")
     read = load_lora(folder, table_of(engine.folder, engine.model), base_hash(engine.folder))
     merge_into(engine.model, read.factors)
+    return version_of(folder)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from vivace.checkpoint.bpe import save_bpe, train_bpe
 from vivace.checkpoint.files import read_json, resolve
 from vivace.checkpoint.generation import load_generation_defaults
 from vivace.checkpoint.load import choose_device, load_decoder
@@ -23,13 +22,13 @@ from vivace.checkpoint.save import copy_text_files, staged_checkpoint, write_dec
 from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError, UnsupportedError
-from vivace.files import write_text
 from vivace.prompts import Prompt
+from vivace.recipes.own_tokenizer import own_tokenizer
 from vivace.recipes.seq2seq import Seq2SeqRecipe
 from vivace.recipes.seq2seq_start import start_t5
 from vivace.train.batches import DataSplit
 from vivace.train.config import TrainConfig
-from vivace.train.data import Batches, pairs_of, texts_of
+from vivace.train.data import Batches, pairs_of, shuffled_groups, take_groups, texts_of
 from vivace.train.loop import TrainResult, fit
 from vivace.train.memory import estimate_memory, require_memory
 from vivace.train.optim import Optimiser, OptimiserConfig
@@ -102,17 +101,12 @@ def _pairs(recipe: Seq2SeqRecipe, prompts: Sequence[Prompt]) -> tuple[list[Pair]
     texts_of(prompts)  # a source is one text
     pairs = pairs_of(prompts)
     variation = Variation(recipe.variation, pairs)
-    by_source: dict[Any, list[Pair]] = {}
-    for pair in pairs:
-        by_source.setdefault(pair[0], []).append(variation.respelled(pair))
-    groups = list(by_source.values())
-    random.Random(recipe.seed).shuffle(groups)
-    held_back: list[Pair] = []
-    while groups and len(held_back) < recipe.held_back:
-        held_back += groups.pop(0)
+    groups = [[variation.respelled(pair) for pair in group] for group in shuffled_groups(pairs, recipe.seed)]
+    num_sources = len(groups)
+    held_back = take_groups(groups, recipe.held_back)
     if not groups:
         raise ConfigError(
-            f"{len(pairs)} rows of {len(by_source)} sources leave nothing to train on with held_back "
+            f"{len(pairs)} rows of {num_sources} sources leave nothing to train on with held_back "
             f"{recipe.held_back}; lower it"
         )
     return held_back, [pair for group in groups for pair in group]
@@ -130,12 +124,7 @@ def _tokenizer(
             tokenizer.inner.src_lang, tokenizer.inner.tgt_lang = recipe.languages
         return tokenizer, resolve(base)
     assert recipe.shape is not None
-    folder = out / "run" / "tokenizer"
-    if not (folder / "config.json").exists():
-        sources = dict.fromkeys(source for source, _ in pairs)
-        pieces = train_bpe([*sources, *(text for _, text in pairs)], recipe.shape.vocab_size)
-        save_bpe(pieces, folder, recipe.longest_source, is_chat=False)
-        write_text(folder / "config.json", json.dumps(recipe.shape.hf_config(), indent=2) + "\n")
+    folder = own_tokenizer(out / "run", pairs, recipe.shape.hf_config(), recipe.longest_source, is_chat=False)
     return load_tokenizer(folder), folder
 
 

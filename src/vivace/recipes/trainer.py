@@ -28,6 +28,7 @@ def train_beside(
     report: Report,
     *,
     answers: AnswersFile | None = None,
+    over: str | None = None,
     is_timed: bool = True,
 ) -> list[Run]:
     """Train the weights of a method, save them and time decoding with them.
@@ -40,6 +41,7 @@ def train_beside(
             in ``<out>/run``.
         report: receives progress.
         answers: text of the decoder's own that another run had written, and that is learnt from instead of prompts.
+        over: version of the LoRA that the decoder wears (``over_lora.py``); a run goes on over the same alone.
         is_timed: whether decoding is timed afterwards; otherwise there are no timings.
 
     Returns:
@@ -51,7 +53,8 @@ def train_beside(
         CapacityError: the training needs more memory than is free.
         UnsupportedError: the base's weights are packed for native kernels.
     """
-    context, base = TrainContext.of(recipe, engine, prompts, out, report, answers), base_hash(engine.folder)
+    context = TrainContext.of(recipe, engine, prompts, out, report, answers, over)
+    base = base_hash(engine.folder)
     trainable, config = _begun(context, base)
     if trainable.objective is not None:
         fit(engine.model, trainable.objective, context.data(), config, folder=out / "run", report=report)
@@ -107,7 +110,7 @@ def _begun(context: TrainContext, base: str) -> tuple[Trainable, TrainConfig]:
     torch.manual_seed(recipe.seed)
     trainable = recipe.begin(context)
     if trainable.objective is not None:
-        context.require_memory(trainable.objective, trainable.depth)
+        context.require_memory(trainable)
     return trainable, TrainConfig(recipe.loop, recipe.optimiser, recipe.seed, context.plan_text(base))
 
 

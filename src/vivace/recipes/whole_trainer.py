@@ -15,20 +15,19 @@ from typing import Any
 
 import torch
 
-from vivace.checkpoint.bpe import save_bpe, train_bpe
 from vivace.checkpoint.files import read_json, resolve
-from vivace.checkpoint.load import choose_device, load_decoder
+from vivace.checkpoint.load import choose_device, load_config, load_decoder
 from vivace.checkpoint.save import copy_text_files, staged_checkpoint, write_decoder
 from vivace.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError
-from vivace.files import write_text
 from vivace.prompts import Prompt
 from vivace.recipes.decoder import DecoderRecipe, Stage, WholeRecipe
+from vivace.recipes.own_tokenizer import own_tokenizer
 from vivace.recipes.scratch import deepen, start_decoder
 from vivace.train.batches import DataSplit
 from vivace.train.config import TrainConfig
-from vivace.train.data import Batches, Row, Rows, TokenBatch, pairs_of, pairs_of_row
+from vivace.train.data import Batches, Row, Rows, TokenBatch, pairs_of, pairs_of_row, shuffled_groups, take_groups
 from vivace.train.loop import TrainResult, fit
 from vivace.train.memory import estimate_memory, require_memory
 from vivace.train.next_token import NextToken
@@ -71,10 +70,14 @@ def train_whole(
         raise ConfigError("train a decoder from a shape in the recipe or from a base (--model), one of the two")
     if base is not None and resolve(base).resolve() == out.resolve():
         raise ConfigError(f"{out} is the base itself; name another folder for what comes of it")
-    pairs, tasks = _pairs(decoder, prompts)
+    reserved, kept, tasks = _pairs(decoder, prompts)
+    pairs = [*reserved, *kept]
     tokenizer, source = _tokenizer(decoder, pairs, out, base)
-    rows = Rows(tokenizer, decoder.longest, place)
-    held_back = rows.batches(pairs[: decoder.held_back], decoder.tokens_per_batch)
+    longest = decoder.longest if base is None else min(decoder.longest, load_config(base).max_positions)
+    rows = Rows(tokenizer, longest, place)
+    if left_out := len(pairs) - len(rows.encode(pairs)):
+        report.note(f"{left_out} of {len(pairs)} rows have more than {longest} tokens and are left out")
+    held_back = rows.batches(reserved, decoder.tokens_per_batch)
     known = {"recipe": asdict(recipe), "rows": len(pairs), "data": digest_of(pairs), "base": str(base or "")}
     plan = json.dumps(known, sort_keys=True)
     model = _first_model(decoder, tokenizer, base).to(place)
@@ -82,7 +85,7 @@ def train_whole(
         if stage.places:
             depth = stage.depth or (decoder.shape.num_layers if decoder.shape else model.config.num_layers)
             model = deepen(model, depth, stage.places, decoder.seed + number).to(place)
-        batches = _batches(decoder, rows, pairs[decoder.held_back :], tasks, number)
+        batches = _batches(decoder, rows, kept, tasks, number)
         config = TrainConfig(stage.loop, stage.optimiser, decoder.seed + number, plan)
         objective = recipe.objective(model)
         _check_memory(decoder, model, objective, stage, report)
@@ -95,19 +98,22 @@ def train_whole(
     return result
 
 
-def _pairs(recipe: DecoderRecipe, prompts: Sequence[Prompt]) -> tuple[list[Pair], dict[Pair, str]]:
-    """Return all pairs in a random order, of which the first will be held back, and the task of each pair."""
+def _pairs(recipe: DecoderRecipe, prompts: Sequence[Prompt]) -> tuple[list[Pair], list[Pair], dict[Pair, str]]:
+    """Return the pairs that are held back, those to train on, in a random order, and the task of each pair."""
     pairs = pairs_of(prompts)
     tasks = {
         pair: prompt.task or "" for number, prompt in enumerate(prompts, 1) for pair in pairs_of_row(prompt, number)
     }
     _require_tasks(recipe, set(tasks.values()))
-    random.Random(recipe.seed).shuffle(pairs)
-    if len(pairs) <= recipe.held_back:
+    groups = shuffled_groups(pairs, recipe.seed)
+    pairs = [pair for group in groups for pair in group]
+    num_held_back = len(take_groups(groups, recipe.held_back))
+    if not groups:
         raise ConfigError(f"{len(pairs)} rows leave nothing to train on with held_back {recipe.held_back}; lower it")
     variation = Variation(recipe.variation, pairs)
     respelled = [variation.respelled(pair) for pair in pairs]
-    return respelled, {new: tasks[pair] for new, pair in zip(respelled, pairs, strict=True)}
+    named = {new: tasks[pair] for new, pair in zip(respelled, pairs, strict=True)}
+    return respelled[:num_held_back], respelled[num_held_back:], named
 
 
 def _tokenizer(
@@ -117,12 +123,7 @@ def _tokenizer(
     if base is not None:
         return load_tokenizer(base), resolve(base)
     assert recipe.shape is not None
-    folder = out / "run" / "tokenizer"
-    if not (folder / "config.json").exists():
-        texts = dict.fromkeys(prompt for prompt, _ in pairs)
-        pieces = train_bpe([*texts, *(answer for _, answer in pairs)], recipe.shape.vocab_size)
-        save_bpe(pieces, folder, recipe.shape.max_positions)
-        write_text(folder / "config.json", json.dumps(recipe.shape.hf_config(), indent=2) + "\n")
+    folder = own_tokenizer(out / "run", pairs, recipe.shape.hf_config(), recipe.shape.max_positions)
     return load_tokenizer(folder), folder
 
 

@@ -54,6 +54,8 @@ class LoopConfig:
                 raise ConfigError(f"{name} must be at least {least}, found {value}")
         if self.clip is not None and self.clip <= 0:
             raise ConfigError(f"clip must be positive, found {self.clip}")
+        if self.snapshot_s < 0:
+            raise ConfigError(f"snapshot_s must be at least 0, found {self.snapshot_s}")
         if self.steps is not None and self.warmup_steps > self.steps:
             raise ConfigError(f"{self.warmup_steps} warm-up steps do not fit into {self.steps}; lower warmup_steps")
 

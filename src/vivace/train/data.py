@@ -205,6 +205,37 @@ def pairs_of_row(prompt: Prompt, number: int) -> list[Pair]:
     return [*said, *((Turns.of(turns), answer) for answer in prompt.references)]
 
 
+def shuffled_groups(pairs: Sequence[Pair], seed: int) -> list[list[Pair]]:
+    """Return pairs in a random order, those together that tell of each other: answers to one prompt, and turns of
+    conversations that begin alike. Where one of a group is learnt from, another says little about new prompts.
+    """
+    groups: dict[object, list[Pair]] = {}
+    for number, pair in enumerate(pairs):
+        groups.setdefault(_beginning(pair[0], number), []).append(pair)
+    found = list(groups.values())
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def _beginning(prompt: str, number: int) -> object:
+    """Return what the prompts of a group have in common; ``number`` is that of the pair, for a piece of plain text."""
+    if isinstance(prompt, Untold):
+        return number
+    if not isinstance(prompt, Turns):
+        return prompt
+    said = prompt.messages
+    first = next((place for place, turn in enumerate(said) if turn["role"] == "user"), 0)
+    return Turns.of(said[: first + 1])
+
+
+def take_groups(groups: list[list[Pair]], count: int) -> list[Pair]:
+    """Take whole groups from the front of a list until they have so many pairs, or none is left."""
+    found: list[Pair] = []
+    while groups and len(found) < count:
+        found += groups.pop(0)
+    return found
+
+
 def texts_of(prompts: Sequence[Prompt]) -> list[str]:
     """Return the text of each prompt, in order.
 
@@ -307,7 +338,8 @@ class Rows:
             raise ConfigError("the tokenizer has no end-of-text token, so a model could not learn to stop")
         self._tokenizer = tokenizer
         self._end = tokenizer.eos_ids[0]
-        self._longest = longest
+        self.longest = longest
+        """Largest number of tokens of a row."""
         self._cuts = cuts
         self.device = device
 
@@ -328,15 +360,15 @@ class Rows:
         ends = [() if isinstance(answer, Unended) else (self._end,) for _, answer in pairs]
         rows = [Row((*p, *a, *end), max(1, len(p))) for p, a, end in zip(prompts, answers, ends, strict=True)]
         rows = [
-            Row(row.tokens[: self._longest], row.num_prompt) if self._cuts or isinstance(prompt, Untold) else row
+            Row(row.tokens[: self.longest], row.num_prompt) if self._cuts or isinstance(prompt, Untold) else row
             for row, (prompt, _) in zip(rows, pairs, strict=True)
-            if row.num_prompt < self._longest or not self._cuts
+            if row.num_prompt < self.longest or not self._cuts
         ]
-        kept = [row for row in rows if row.num_prompt < len(row.tokens) <= self._longest]
+        kept = [row for row in rows if row.num_prompt < len(row.tokens) <= self.longest]
         if not kept:
             shortest = min(len(p) + 1 if self._cuts else len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
             raise CapacityError(
-                f"the shortest of {len(pairs)} rows has {shortest} tokens or more, the limit is {self._longest}"
+                f"the shortest of {len(pairs)} rows has {shortest} tokens or more, the limit is {self.longest}"
             )
         return kept
 
@@ -403,7 +435,10 @@ class Batches(Generic[R, BOut]):
     def epoch(self, number: int) -> list[list[R]]:
         """Return the rows of each batch of an epoch, in the order in which they are trained on."""
         rng = random.Random(f"{self._seed}/{number}")
-        rows = self._rows.encode(self._draw(rng, number))
+        try:
+            rows = self._rows.encode(self._draw(rng, number))
+        except CapacityError:  # the few that were drawn are all too long
+            return []
         return self._rows.grouped(rows, self._tokens, rng)
 
 

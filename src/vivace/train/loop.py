@@ -241,8 +241,11 @@ class _Run(Generic[M, B]):
 
     def finish(self) -> TrainResult:
         """Evaluate once more, write the last snapshot and restore the best parameters."""
-        if self.data.held_back and self.progress.step % self.config.loop.evaluate_steps:
+        is_due = self.progress.step % self.config.loop.evaluate_steps or not self.held_back
+        if self.data.held_back and is_due:
             self._evaluate()
+        if self.data.held_back and self.progress.best_loss is None:
+            raise UsageError("the loss on held-back rows is no number: lower the rates, and start in an empty folder")
         self.save()
         if self.data.held_back:
             self._take_best()
@@ -251,14 +254,18 @@ class _Run(Generic[M, B]):
     def _learn(self, batch: B) -> None:
         """Add the gradients of one batch to those at hand."""
         metrics: defaultdict[str, float] = defaultdict(float)
+        total = 0.0
         with self._arithmetic():
             for loss, seen in self.objective.losses(self.model, batch):
                 loss.backward()
+                total += float(loss.detach())
                 for name, value in seen.items():
                     metrics[name] += value
-        wrong = [f"{name} {value}" for name, value in metrics.items() if not math.isfinite(value)]
+        wrong = [f"{name} {value}" for name, value in {**metrics, "loss": total}.items() if not math.isfinite(value)]
         if wrong:
-            raise UsageError(f"{wrong[0]} at step {self.progress.step}: lower the rates or set clip, then resume")
+            raise UsageError(
+                f"{wrong[0]} at step {self.progress.step}: lower the rates or set clip, and start in an empty folder"
+            )
         self.window.add(metrics, batch.num_elements)
         self.progress = replace(self.progress, num_tokens=self.progress.num_tokens + batch.num_elements)
 
@@ -291,7 +298,7 @@ class _Run(Generic[M, B]):
                         sums[name] += value * weight
         self.held_back = {name: value / max(1, count) for name, value in sums.items()}
         best = self.progress.best_loss
-        is_best = best is None or self.held_back["loss"] < best
+        is_best = math.isfinite(self.held_back["loss"]) and (best is None or self.held_back["loss"] < best)
         if is_best:
             kept = {"params": [p.detach() for p in self.optimiser.params], "step": self.progress.step}
             write_state(self.folder / BEST, kept)
@@ -342,4 +349,4 @@ class _Window:
 
 def _seed_of(seed: int, step: int, micro: int) -> int:
     """Return a seed for one batch that depends on its place in the run alone, so that a resumed run draws the same."""
-    return (seed * 1_000_003 + step) * 4099 + micro
+    return ((seed * 1_000_003 + step) * 4099 + micro) % 2**63

@@ -59,8 +59,9 @@ def estimate_memory(
         recompute: whether each layer keeps only its input and computes the rest again in the backward pass.
     """
     width = max((p.element_size() for p in weights), default=4)
-    kept = config.width if recompute else _kept_per_token(config)
-    activations = tokens_per_batch * width * config.num_layers * kept
+    of_layer = _kept_per_token(config)  # with ``recompute`` one layer at a time keeps it, beside the inputs of all
+    kept = config.num_layers * config.width + of_layer if recompute else config.num_layers * of_layer
+    activations = tokens_per_batch * width * kept
     return MemoryEstimate(
         weights=sum(p.nbytes for p in weights),
         gradients=sum(p.nbytes for p in trained),

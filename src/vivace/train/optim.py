@@ -44,6 +44,8 @@ class OptimiserConfig:
     def __post_init__(self) -> None:
         if self.muon_rate <= 0 or self.adamw_rate <= 0:
             raise ConfigError(f"learning rates must be positive, found {self.muon_rate} and {self.adamw_rate}")
+        if self.weight_decay < 0:
+            raise ConfigError(f"weight_decay must be at least 0, found {self.weight_decay}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in (*self.betas, self.momentum)):
             raise ConfigError(f"betas are two numbers in [0, 1) and momentum one, found {self.betas}, {self.momentum}")
 
