@@ -277,7 +277,8 @@ def tables(folder: Path) -> str:
         rows = [rows[0], *sorted(rows[1:], key=lambda row: row[-2], reverse=True)]
         different = sum(run["num_different"] for part in found for run in part["runs"])
         busy = max(part["others_cpu_share"] or 0 for part in found)
-        minutes = max(facts["minutes"] for facts in written["trainings"].values())
+        about = written.get("about", {})
+        minutes = max(facts["minutes"] for system, facts in written["trainings"].items() if system not in about)
         rounding = "by GPTQ" if written["adapters"] else "one by one"
         text = "answers to prompts that the model drew"
         if (answers := written.get("answers")) is not None:
@@ -297,7 +298,7 @@ def tables(folder: Path) -> str:
             + captions.others({"others_cpu_share": busy})
             + f". {different} texts differ from plain decoding's."
         )
-        parts += [f"`{system}`: {text}." for system, text in written.get("about", {}).items()]
+        parts += [f"`{system}`: {text}." for system, text in about.items()]
         parts.append(table(("system", "learnt from", "drafts", *names, "mean", "tokens a pass"), rows))
         parts.append("How often the untrained head names the model's token after so many of its layers:")
         parts.append(table(tuple(written["exits"]), [tuple(f"{share:.2f}" for share in written["exits"].values())]))
