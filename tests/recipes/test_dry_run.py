@@ -115,7 +115,7 @@ def test_minutes_are_of_the_budget(checkpoint: Path, tmp_path: Path, monkeypatch
     assert (found["minutes of writing"].value, found["minutes of training"].value) == (2.0, 3.0)
     assert found["minutes in all"].value == 5.0
     assert found["steps"].value == int(180 / found["a step"].value)
-    share = 1 + 16 / ((64 - 16) / 2)  # of drawing: half of the longest prompt beside half of the rest
+    share = 1 + 24 / ((64 - 24) / 4)  # of drawing: three quarters of the longest prompt beside a quarter of the rest
     assert found["text to write"].value == pytest.approx(120 * found["writing it"].value / share, rel=0.01)
     few = dry_run(replace(recipe, own_tokens=30, own_minutes=None), engine, OWN, CPU)
     assert any("leave nothing to train on with 8 held back" in note for note in few.notes)

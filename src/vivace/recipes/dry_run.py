@@ -28,6 +28,7 @@ from vivace.checkpoint.load import choose_device, choose_dtype, load_config, rea
 from vivace.checkpoint.quantized.settings import dtype_of
 from vivace.checkpoint.tokenizer import find_tokenizer
 from vivace.core.model import Decoder
+from vivace.core.sampling import Sampling
 from vivace.decode.session import Session
 from vivace.engine import Engine, Options
 from vivace.errors import NotFoundError, UnsupportedError
@@ -56,6 +57,9 @@ ROW_BYTES = 120
 """Bytes of a row of own text beside its prompt and answer."""
 TOKEN_BYTES = 4.5
 """Bytes of a token of text."""
+DRAWN, ANSWERED = 0.75, 0.25
+"""Lengths of drawn prompts and of answers, as shares of what they may be: those that a chat model of 135 M weights
+wrote, half of whose prompts were cut and most of whose answers ended where they began to repeat themselves."""
 REGENERATED = 48
 """Tokens of a regenerated answer, half of the most it may have."""
 
@@ -284,10 +288,13 @@ class _Estimate:
         """Add what writing text takes; return its minutes."""
         tokens, c = self._asked_tokens(), self.model.config
         longest = min(self.recipe.longest, c.max_positions)
-        prompt = min(own_text.LONGEST_PROMPT, longest // 2) / 2
-        answer = max(1.0, (longest - prompt) / 2) if self.recipe.own_tokens else REGENERATED
+        prompt = DRAWN * min(own_text.LONGEST_PROMPT, longest // 2)
+        answer = max(1.0, ANSWERED * (longest - prompt)) if self.recipe.own_tokens else REGENERATED
         is_drawn = bool(self.recipe.own_tokens) and not self.text.num_rows
-        rate = _decoding_rate(as_it_decodes(self.context.engine), longest) if self.is_loaded else self._rate(longest)
+        if self.is_loaded:
+            rate = _decoding_rate(as_it_decodes(self.context.engine), longest, is_drawn=is_drawn)
+        else:
+            rate = self._rate(longest)
         minutes = tokens * (1 + is_drawn * prompt / answer) / rate / 60
         if self.recipe.own_minutes is not None and minutes > self.recipe.own_minutes:
             tokens = int(tokens * self.recipe.own_minutes / minutes)
@@ -297,9 +304,7 @@ class _Estimate:
         self.figures["minutes of writing"] = Figure(minutes, "min", self.timed)
         self._rows(int(tokens / answer))
         files[f"run/{OWN_TEXT}"] = int(tokens * TOKEN_BYTES * (1 + prompt / answer) + tokens / answer * ROW_BYTES)
-        self.notes.append(
-            "prompts and answers are taken to be half as long as they may be, and drawing as fast as answering"
-        )
+        self.notes.append("prompts are taken to be .75 as long as they may be, and answers .25")
         return minutes
 
     def _rows(self, count: int) -> None:
@@ -365,17 +370,25 @@ def _tensors(state: object) -> Iterator[Tensor]:
         yield from itertools.chain.from_iterable(map(_tensors, state))
 
 
-def _decoding_rate(engine: Engine, longest: int) -> float:
-    """Return how many tokens a second a batch of texts gains while all of them are being written."""
+def _decoding_rate(engine: Engine, longest: int, *, is_drawn: bool) -> float:
+    """Return how many tokens a second a batch of texts gains while all of them are being written.
+
+    Args:
+        engine: decodes them.
+        longest: largest number of tokens of a text.
+        is_drawn: whether every third of them is a prompt that is drawn, as where there are no others.
+    """
     count, prompt = own_text.together_on(engine.model.device).slots, max(1, min(16, longest // 4))
     session = Session(engine.model, num_slots=count, capacity=prompt + DECODED + 1, memory=engine.memory)
     generator = torch.Generator().manual_seed(0)
     options = Options(max_new_tokens=DECODED, do_sample=False, method="plain")
     try:
-        for _ in range(count):
+        for number in range(count):
             tokens = torch.randint(0, engine.model.config.vocab_size, (prompt,), generator=generator).tolist()
             request = engine.request_for(tokens, options)
-            session.admit(replace(request, stop=replace(request.stop, end_tokens=frozenset())))
+            draws = is_drawn and number % 3 == 0
+            sampling = Sampling(do_sample=True) if draws else request.sampling
+            session.admit(replace(request, sampling=sampling, stop=replace(request.stop, end_tokens=frozenset())))
         running, made, began, found = set[int](), 0, None, 0.0
         while found == 0.0:
             emitted = session.step()

@@ -11,6 +11,7 @@ from vivace.checkpoint.adapters import base_hash
 from vivace.engine import Engine
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.evaluate.benchmark import Run
+from vivace.kernels.heap import keep_little
 from vivace.prompts import Prompt
 from vivace.recipes.answers import AnswersFile
 from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainContext
@@ -53,6 +54,7 @@ def train_beside(
         CapacityError: the training needs more memory than is free.
         UnsupportedError: the base's weights are packed for native kernels.
     """
+    keep_little()
     context = TrainContext.of(recipe, engine, prompts, out, report, answers, over)
     base = base_hash(engine.folder)
     trainable, config = _begun(context, base)
@@ -88,6 +90,7 @@ def train_in_turn(
         raise ConfigError("trainings in turn need the same seed, tokens_per_batch, longest, held_back and autocast")
     if any(one.loop.accumulate > 1 for one in recipes.values()):
         raise ConfigError("trainings in turn learn from one batch a step: set loop.accumulate=1")
+    keep_little()
     base, begun, trainings = base_hash(engine.folder), list[tuple[Path, Trainable]](), []
     for out, recipe in recipes.items():
         context = TrainContext.of(recipe, engine, [], out, report(out), answers)

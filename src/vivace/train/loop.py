@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 import torch
 
 from vivace.errors import ConfigError, UsageError
-from vivace.kernels.heap import return_large_blocks
+from vivace.kernels.heap import keep_little, trimmer
 from vivace.kernels.reference import any_order
 from vivace.train.batches import BatchSource, Countable, DataSplit
 from vivace.train.clock import work_seconds
@@ -34,6 +34,8 @@ M = TypeVar("M")
 B = TypeVar("B", bound=Countable)
 
 BEST = "best.pt"
+TRIM_S = 5.0
+"""Seconds after which freed memory is given back to the system, which takes some hundredths of a second."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def fit(
         MismatchError: the folder holds a run with another plan.
         UsageError: the loss is infinite or not a number.
     """
-    return_large_blocks()
+    keep_little()
     run = _Run(Training(model, objective, data, config, folder, report))
     run.resume()
     while run.spent() < 1.0:
@@ -103,7 +105,7 @@ def fit_in_turn(trainings: Sequence[Training[M, B]], saved_s: Callable[[], float
         MismatchError: a folder holds a run with another plan.
         UsageError: a loss is infinite or not a number.
     """
-    return_large_blocks()
+    keep_little()
     loops = [training.config.loop for training in trainings]
     if any(loop.minutes is not None and loop.clock != "processor" for loop in loops):
         raise ConfigError("trainings in turn count minutes of a processor: set loop.clock=processor")
@@ -194,6 +196,7 @@ class _Run(Generic[M, B]):
         named = time.process_time if self.config.loop.clock == "processor" else time.monotonic
         self._now: Callable[[], float] = named if saved_s is None else self.own_time
         self.began, self.saved = self._now(), time.monotonic()
+        self._trim, self._trimmed = trimmer(), time.monotonic()
 
     def resume(self) -> None:
         """Continue from the folder's snapshot if there is one."""
@@ -231,6 +234,9 @@ class _Run(Generic[M, B]):
             self._evaluate()
         if may_save and time.monotonic() - self.saved >= loop.snapshot_s:
             self.save()
+        if self._trim is not None and time.monotonic() - self._trimmed >= TRIM_S:
+            self._trim(0)
+            self._trimmed = time.monotonic()
 
     def check_steps(self) -> None:
         """Raise an error if the minutes of the budget were over before a second step, whose result is worth nothing."""
