@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from vivace.kernels.heap import _CACHES
 
 GROWN = """
 import sys
@@ -33,10 +36,13 @@ print(kept() - before)
 def test_little_is_kept_of_products_of_many_shapes() -> None:
     if not Path("/proc/self/status").is_file():
         pytest.skip("the system does not count a process's memory")
-    little, usual = (
-        int(subprocess.run([sys.executable, "-c", GROWN, word], capture_output=True, text=True, check=True).stdout)
-        for word in ("little", "usual")
-    )
+    plain = {name: value for name, value in os.environ.items() if name not in _CACHES}  # others have called it here
+
+    def grown(word: str) -> int:
+        words = [sys.executable, "-c", GROWN, word]
+        return int(subprocess.run(words, capture_output=True, text=True, check=True, env=plain).stdout)
+
+    little, usual = grown("little"), grown("usual")
     if usual < 30_000:
         pytest.skip("this processor's products keep nothing")
     assert little < 0.5 * usual
