@@ -37,6 +37,7 @@ from benchmarks import (
     gpu_tables,
     guard_table,
     hostile_tables,
+    killed_training,
     palette_tables,
     parallel_tables,
     pass_tables,
@@ -137,6 +138,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "earlier": details(earlier),
             "passes": pass_tables.tables(RESULTS / "passes"),
         },
+        docs / "training.md": {"killed": killed_training.tables(RESULTS / "killed_training")},
         techniques / "rivals.md": {"results": rivals_table.tables(rivals)},
         techniques / "multistream.md": {
             "results": stream_tables.beside_paper(rivals),
