@@ -20,6 +20,14 @@ from vivace.storage.convert import write_store
 from vivace.storage.io.readers import MapReader
 
 
+@pytest.fixture(autouse=True)
+def _heard() -> Iterator[None]:
+    """Programs in the background may begin with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -217,5 +217,7 @@ def test_text_for_other_prompts_is_not_taken_for_those_that_are_given(engine: En
     TrainContext.of(recipe, decoder, [], tmp_path, Lines(lambda _: None))
     with pytest.raises(MismatchError, match="is text for other prompts; give --data as then, or start in an empty"):
         TrainContext.of(recipe, decoder, WORDS, tmp_path, Lines(lambda _: None))
-    (tmp_path / "run" / "own.json").unlink()  # of a run that an older version began
+    path = tmp_path / "run" / "own.jsonl"
+    old = [{key: value for key, value in row.items() if key != "asked"} for row in rows(path)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in old))  # as older versions wrote it
     TrainContext.of(recipe, decoder, WORDS, tmp_path, Lines(lambda _: None))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.draft_vocabulary import first_of, ranked, save_vocabulary
-from vivace.checkpoint.files import read_json, require_folder
+from vivace.checkpoint.files import require_folder
 from vivace.core.config import ModelConfig
 from vivace.core.draft_head import DraftHead
 from vivace.core.model import Decoder
@@ -22,7 +22,6 @@ from vivace.engine import Engine
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.evaluate.benchmark import BenchmarkPrompt, Run, run_benchmark, summarise
 from vivace.evaluate.systems import MethodSystem
-from vivace.files import write_text
 from vivace.prompts import Prompt
 from vivace.recipes.answers import AnswersFile
 from vivace.recipes.own_text import Budget, own_text, written_before
@@ -404,19 +403,5 @@ def _own_pairs(
         return written_before(engine, path)
     asked = sorted(set(questions_of(prompts)))
     random.Random(recipe.seed).shuffle(asked)
-    _check_asked(path, asked)
     budget = Budget(recipe.own_tokens, recipe.own_minutes)
     return own_text(as_it_decodes(engine), path, budget, recipe.longest, asked, report.note)
-
-
-def _check_asked(path: Path, asked: Sequence[str]) -> None:
-    """Keep a digest of the prompts that are given beside the text that answers them.
-
-    Raises:
-        MismatchError: there is text already, and other prompts were given for it.
-    """
-    known, now = path.with_suffix(".json"), {"asked": digest_of([(prompt, "") for prompt in asked])}
-    if path.exists() and known.exists() and read_json(known) != now:
-        raise MismatchError(f"{path} is text for other prompts; give --data as then, or start in an empty folder")
-    if not path.exists():
-        write_text(known, json.dumps(now) + "\n")

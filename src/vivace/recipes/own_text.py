@@ -39,7 +39,7 @@ from vivace.recipes.regenerate import complete_lines
 from vivace.recipes.repetition import Repetition
 from vivace.train.data import asked as as_asked
 from vivace.train.data import next_question, written
-from vivace.train.variation import Pair
+from vivace.train.variation import Pair, digest_of
 from vivace.units import format_seconds
 
 OWN_TOKENS = 2_000_000
@@ -168,17 +168,21 @@ class _Answers:
     path: Path
     model: str
     """Short hash of the model; every row has it."""
+    asked: str = ""
+    """Digest of the prompts that were given, which every row has, too; empty where rows are only read."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
     @staticmethod
-    def open(path: Path, engine: Engine) -> _Answers:
+    def open(path: Path, engine: Engine, asked: str = "") -> _Answers:
         """Read the answers of an earlier run, if there are any.
 
         Raises:
-            MismatchError: they are another model's.
+            MismatchError: they are another model's, or other prompts than ``asked`` were given.
         """
-        found = _Answers(path, base_hash(engine.folder)[:MODEL_DIGITS], complete_lines(path))
+        found = _Answers(path, base_hash(engine.folder)[:MODEL_DIGITS], asked, complete_lines(path))
+        if asked and any(row.get("asked", asked) != asked for row in found.rows):
+            raise MismatchError(f"{path} is text for other prompts; give --data as then, or start in an empty folder")
         strange = {str(row.get("model")) for row in found.rows} - {found.model}
         if strange:
             raise MismatchError(
@@ -206,7 +210,7 @@ class _Answers:
 
     def add(self, prompt: str, answer: str, tokens: int, draw: int | None, ended: bool) -> Pair:
         """Write one row, and return its pair."""
-        known = {"model": self.model, "tokens": tokens, "draw": draw, "ended": ended}
+        known = {"model": self.model, "asked": self.asked, "tokens": tokens, "draw": draw, "ended": ended}
         known["elapsed_s"] = round(self.elapsed_s, 1)
         self.rows.append({**written(prompt), "reference": answer, **known})
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -319,11 +323,11 @@ def own_text(
         Pairs of prompt and answer, in the order of the file.
 
     Raises:
-        MismatchError: the file has answers of another model.
+        MismatchError: the file has answers of another model, or was written for other prompts.
         ConfigError: nothing could be drawn.
         UnsupportedError: the model cannot begin a text by itself.
     """
-    answers = _Answers.open(path, engine)
+    answers = _Answers.open(path, engine, digest_of([(prompt, "") for prompt in asked]))
     if answers.rows:
         note(f"{len(answers.rows)} answers of {answers.num_tokens:,} tokens were made before")
     shares = engine.prefix_cache is None and not engine.model.stateful
