@@ -41,6 +41,9 @@ TOP_P = 0.95
 """Top-p of drawn answers."""
 
 
+LENGTHS = ("short", "long")
+
+
 def long_prompts(engine: Engine, rows: Sequence[Prompt], count: int) -> Iterator[str]:
     """Yield prompts of about ``LONG`` tokens, each of documents of its own."""
     texts = itertools.cycle(row.request for row in rows if row.task == "documents" and isinstance(row.request, str))
@@ -73,7 +76,8 @@ class Cell(NamedTuple):
 def cells(engine: Engine, rows: Sequence[Prompt], asked: argparse.Namespace) -> Iterator[Cell]:
     """Yield all regimes; prompts of a length are the same in all of them."""
     most = max(asked.prompts, *asked.batches)
-    texts = {"short": short_prompts(rows, most), "long": list(long_prompts(engine, rows, most))}
+    made = {"short": partial(short_prompts, rows), "long": partial(long_prompts, engine, rows)}
+    texts = {length: list(made[length](most)) for length in asked.lengths}
     encoded = {
         name: [BenchmarkPrompt(text, tuple(engine.tokenizer.encode_prompt(text))) for text in found]
         for name, found in texts.items()
@@ -119,6 +123,7 @@ def main() -> None:
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 4, 16])
     parser.add_argument("--temperatures", type=lambda text: [float(t) for t in text.split(",")], default=[0.0, 0.7])
+    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--prompts", type=int, default=4, help="prompts of a regime, at least the batch")
     parser.add_argument("--tokens", type=int, default=64)
