@@ -42,11 +42,11 @@ def kernels(provenance: Mapping[str, Any], name: str) -> str:
     return f"kernels {name}" + ("" if best == name else f" (this processor runs {best} as well)")
 
 
-def machine(provenance: Mapping[str, Any], name: str, threads: int | None = None) -> str:
-    """Return processor, kernels, threads and commit."""
+def machine(provenance: Mapping[str, Any], name: str | None, threads: int | None = None) -> str:
+    """Return processor, kernels (None where they are no matter of the figures), threads and commit."""
     count = threads or provenance["num_threads"]
-    parts = (provenance["cpu"], kernels(provenance, name), f"{count} thread{'s' * (count != 1)}", tree(provenance))
-    return ", ".join(parts)
+    named = () if name is None else (kernels(provenance, name),)
+    return ", ".join((provenance["cpu"], *named, f"{count} thread{'s' * (count != 1)}", tree(provenance)))
 
 
 def heading(provenance: Mapping[str, Any], name: str, threads: int | None = None) -> str:

@@ -108,17 +108,11 @@ def tables(folder: Path) -> str:
     """Return a row for each run, under the machine that it ran on."""
     parts = []
     for _, report in read_named(folder):
-        parts.append(f"`vivace {' '.join(report['command'])}`. {_machine(report)}.")
+        parts.append(f"`vivace {' '.join(report['command'])}`. {captions.machine(report['provenance'], None)}.")
         parts.append(
             table(("processes", "time of all", "text of its own", "learnt", "peak memory", "result"), [_row(report)])
         )
     return "\n\n".join(parts) or NO_RUN
-
-
-def _machine(report: Mapping[str, Any]) -> str:
-    origin = report["provenance"]
-    count = origin["num_threads"]
-    return f"{origin['cpu']}, {count} thread{'s' * (count != 1)}, {captions.tree(origin)}"
 
 
 def _row(report: Mapping[str, Any]) -> tuple[str, ...]:

@@ -39,9 +39,8 @@ LONG = 1500
 """Tokens of a long prompt, about."""
 TOP_P = 0.95
 """Top-p of drawn answers."""
-
-
 LENGTHS = ("short", "long")
+"""Lengths of prompts."""
 
 
 def long_prompts(engine: Engine, rows: Sequence[Prompt], count: int) -> Iterator[str]:

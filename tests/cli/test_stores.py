@@ -12,9 +12,12 @@ import pytest
 from tests.adapters.loras import make_lora
 from tests.tiny_checkpoints import make_adapter, make_checkpoint
 from vivace.checkpoint.adapters import base_hash
+from vivace.errors import ConfigError
 from vivace.prompts import Prompt, packaged_prompts, save_prompts
+from vivace.storage.convert import write_store
+from vivace.storage.neurons.calibration import calibrate
 from vivace.storage.neurons.ordering import load_orders
-from vivace.storage.store import DATA
+from vivace.storage.store import DATA, open_store
 
 
 class Cli(Protocol):
@@ -194,3 +197,17 @@ def test_training_within_a_budget(cli: Cli, model: Path, tmp_path: Path) -> None
     found = cli(*words, *stored[:3], "100KiB", "--out", tmp_path / "none")
     assert (found.status, "are too few for store" in found.err) == (2, True)
     assert not (tmp_path / "none").exists()
+
+
+def test_texts_that_the_model_cannot_read_are_refused_before_a_store_is_written(cli: Cli, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    store = write_store(tmp_path / "model", tmp_path / "store", layout="selected")
+    most, texts = store.config.max_positions, [(5, 6, 7, 8)] * 12
+    with pytest.raises(ConfigError, match=f"text 2 has {most + 1} tokens, this model reads {most}"):
+        calibrate(tmp_path / "model", store, [texts[0], (5,) * (most + 1), *texts])
+    (tmp_path / "texts.jsonl").write_text('{"prompt": [5, 99999]}\n' * 12)
+    words = ("convert", tmp_path / "store", "--store", "--layout", "selected", "--model", tmp_path / "model")
+    outcome = cli(*words, "--calibrate", tmp_path / "texts.jsonl")
+    assert outcome.status == 2
+    assert "text 1 has token 99999; this model has tokens 0 to" in outcome.err
+    assert open_store(tmp_path / "store").identity == store.identity, "what was there is as it was"

@@ -49,3 +49,9 @@ def test_minutes_are_those_of_all_members_together() -> None:
     recipe, _ = _with_text(values, [], TrainFlags(model="nowhere", minutes=8.0, data=[Path("rows.jsonl")]))
     assert recipe.num_trainings == 4
     assert recipe.loop.minutes == 2.0
+
+
+def test_minutes_are_the_budget_of_a_recipe_that_has_none() -> None:
+    values = {**recipe_named("multirate"), "loop": {"warmup_steps": 2}}
+    recipe, _ = _with_text(values, [], TrainFlags(model="nowhere", minutes=8.0, data=[Path("rows.jsonl")]))
+    assert recipe.loop.minutes == 8.0

@@ -14,7 +14,7 @@ import pytest
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.decode.interrupts import InterruptsWait
+from vivace.decode.interrupts import DeferredInterrupts
 from vivace.storage.budget import plan_memory
 from vivace.storage.convert import write_store
 from vivace.storage.io.readers import MapReader
@@ -35,10 +35,10 @@ def press() -> None:
 def test_the_first_waits_and_the_second_does_not() -> None:
     before = signal.getsignal(signal.SIGINT)
     seen = []
-    with pytest.raises(KeyboardInterrupt), InterruptsWait():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), DeferredInterrupts():  # noqa: PT012
         press()
         seen.append("after the first")
-    with pytest.raises(KeyboardInterrupt), InterruptsWait():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), DeferredInterrupts():  # noqa: PT012
         press()
         press()
         seen.append("after the second")
@@ -48,8 +48,8 @@ def test_the_first_waits_and_the_second_does_not() -> None:
 
 def test_a_step_in_a_step_waits_for_the_outer_one() -> None:
     seen = []
-    with pytest.raises(KeyboardInterrupt), InterruptsWait():  # noqa: PT012
-        with InterruptsWait():
+    with pytest.raises(KeyboardInterrupt), DeferredInterrupts():  # noqa: PT012
+        with DeferredInterrupts():
             press()
         seen.append("after the inner one")
     assert seen
@@ -60,7 +60,7 @@ def test_other_threads_and_programs_that_ignore_it_are_left_alone() -> None:
 
     def work() -> None:
         try:
-            with InterruptsWait():
+            with DeferredInterrupts():
                 pass
         except BaseException as error:  # noqa: BLE001
             failed.append(error)
@@ -71,7 +71,7 @@ def test_other_threads_and_programs_that_ignore_it_are_left_alone() -> None:
     assert not failed
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with InterruptsWait():
+        with DeferredInterrupts():
             press()
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:

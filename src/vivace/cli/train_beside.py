@@ -99,10 +99,11 @@ def _with_text(
     else:
         values = without_writing(values, changes, has_data=bool(flags.data))
         answers = read_answers(flags.answers, base_hash(folder_of(flags.model)))
-    if flags.minutes is not None and isinstance(found := recipe_of(values), FrozenRecipe):
-        values = within(values, flags.minutes / found.num_trainings)  # they follow one another
-    recipe = recipe_of(values)
+    recipe = recipe_of(within(values, flags.minutes))
     assert isinstance(recipe, FrozenRecipe)
+    if flags.minutes is not None and recipe.num_trainings > 1:  # they follow one another
+        recipe = recipe_of(within(values, flags.minutes / recipe.num_trainings))
+        assert isinstance(recipe, FrozenRecipe)
     return recipe, answers
 
 

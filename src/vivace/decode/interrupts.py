@@ -15,7 +15,7 @@ T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], object]
 
 
-class InterruptsWait(AbstractContextManager[None]):
+class DeferredInterrupts(AbstractContextManager[None]):
     """Hands the first SIGINT that comes meanwhile to its handler at the end; a second one is handed on at once, since a
     disk may never answer.
 
@@ -49,12 +49,12 @@ class InterruptsWait(AbstractContextManager[None]):
                 self._handler(signal.SIGINT, None)
 
 
-def whole(function: Callable[P, T]) -> Callable[P, T]:
+def defer_interrupts(function: Callable[P, T]) -> Callable[P, T]:
     """Let interrupts wait until a call of ``function`` is over."""
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        with InterruptsWait():
+        with DeferredInterrupts():
             return function(*args, **kwargs)
 
     return called

@@ -26,7 +26,7 @@ from vivace.decode.beam_pass import advance_all, candidates_of, search_of
 from vivace.decode.checked import read_on, verified
 from vivace.decode.context import context_of
 from vivace.decode.forward import threads_of
-from vivace.decode.interrupts import whole
+from vivace.decode.interrupts import defer_interrupts
 from vivace.decode.isolation import STOPS, RequestFailed, SavedState, blaming, parts_of, request_error
 from vivace.decode.memory import DRAFT_SLACK, WIDEST_DRAFT, MemoryBudget
 from vivace.decode.prefix import CHUNK
@@ -208,7 +208,7 @@ class Session:
             self._drafting[id(drafter)] = drafter, drafter.open(self.cache)
         return self._drafting[id(drafter)][1]
 
-    @whole
+    @defer_interrupts
     @torch.inference_mode()
     def step(self) -> list[Emitted]:
         """Advance every sequence: read a piece of the prompts that are incomplete, and decode the other sequences by

@@ -75,12 +75,8 @@ def paired_bootstrap(
     first, second = np.asarray(a, np.float64), np.asarray(b, np.float64)
     generator = np.random.default_rng(seed)
     at_once = max(1, DRAWN_AT_ONCE // len(first))
-    values = np.concatenate(
-        [
-            statistic(first[drawn], second[drawn])
-            for begun in range(0, num_resamples, at_once)
-            for drawn in [generator.integers(0, len(first), (min(at_once, num_resamples - begun), len(first)))]
-        ]
-    )
+    counts = [min(at_once, num_resamples - begun) for begun in range(0, num_resamples, at_once)]
+    draws = (generator.integers(0, len(first), (count, len(first))) for count in counts)
+    values = np.concatenate([statistic(first[drawn], second[drawn]) for drawn in draws])
     low, high = np.quantile(values, [(1 - confidence) / 2, (1 + confidence) / 2])
     return Interval(float(statistic(first, second)), float(low), float(high), confidence)

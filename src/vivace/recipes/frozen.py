@@ -269,18 +269,16 @@ class TrainContext:
         if last < recipe.held_back:
             report.note(f"{last} of {len(pairs)} rows are held back: {recipe.held_back} are too many of so few")
         groups = shuffled_groups(pairs, recipe.seed)
-        of = "" if len(groups) == len(pairs) else f" of {len(groups)} prompts"
+        among = "" if len(groups) == len(pairs) else f" of {len(groups)} prompts"
         held_back, calibration = take_groups(groups, last), take_groups(groups, recipe.num_calibration)
         if not groups:
             calibrating = f" and {recipe.num_calibration} for calibration" if recipe.num_calibration else ""
             raise ConfigError(
-                f"{len(pairs)} rows{of} leave nothing to train on with held_back {last}{calibrating}; lower them"
+                f"{len(pairs)} rows{among} leave nothing to train on with held_back {last}{calibrating}; lower them"
             )
         train = [pair for group in groups for pair in group]
         context = TrainContext(recipe, engine, train, held_back, calibration, report, out / "run", answers, over)
-        rows = context._rows()
-        if left_out := len(pairs) - len(rows.encode(pairs)):
-            report.note(f"{left_out} of {len(pairs)} rows have more than {rows.longest} tokens and are left out")
+        context._rows().note_left_out(pairs, report.note)
         return context
 
     def timed(self, saved: SavedTraining) -> list[Run]:

@@ -56,7 +56,7 @@ class ModRecipe(WholeRecipe):
         assert isinstance(objective, ModObjective)
         engine = load(out, kernels="torch")
         groups = shuffled_groups(pairs_of(prompts), self.decoder.seed)
-        rows = Rows(engine.tokenizer, self.decoder.longest)
+        rows = Rows(engine.tokenizer, min(self.decoder.longest, engine.model.config.max_positions))
         batches = rows.batches(take_groups(groups, self.decoder.held_back), self.decoder.tokens_per_batch)
         routers = objective.routers.to(
             engine.model.device, engine.model.dtype

@@ -75,8 +75,7 @@ def train_whole(
     tokenizer, source = _tokenizer(decoder, pairs, out, base)
     longest = decoder.longest if base is None else min(decoder.longest, load_config(base).max_positions)
     rows = Rows(tokenizer, longest, place)
-    if left_out := len(pairs) - len(rows.encode(pairs)):
-        report.note(f"{left_out} of {len(pairs)} rows have more than {longest} tokens and are left out")
+    rows.note_left_out(pairs, report.note)
     held_back = rows.batches(reserved, decoder.tokens_per_batch)
     known = {"recipe": asdict(recipe), "rows": len(pairs), "data": digest_of(pairs), "base": str(base or "")}
     plan = json.dumps(known, sort_keys=True)

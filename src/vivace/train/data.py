@@ -338,8 +338,7 @@ class Rows:
             raise ConfigError("the tokenizer has no end-of-text token, so a model could not learn to stop")
         self._tokenizer = tokenizer
         self._end = tokenizer.eos_ids[0]
-        self.longest = longest
-        """Largest number of tokens of a row."""
+        self._longest = longest
         self._cuts = cuts
         self.device = device
 
@@ -360,17 +359,26 @@ class Rows:
         ends = [() if isinstance(answer, Unended) else (self._end,) for _, answer in pairs]
         rows = [Row((*p, *a, *end), max(1, len(p))) for p, a, end in zip(prompts, answers, ends, strict=True)]
         rows = [
-            Row(row.tokens[: self.longest], row.num_prompt) if self._cuts or isinstance(prompt, Untold) else row
+            Row(row.tokens[: self._longest], row.num_prompt) if self._cuts or isinstance(prompt, Untold) else row
             for row, (prompt, _) in zip(rows, pairs, strict=True)
-            if row.num_prompt < self.longest or not self._cuts
+            if row.num_prompt < self._longest or not self._cuts
         ]
-        kept = [row for row in rows if row.num_prompt < len(row.tokens) <= self.longest]
+        kept = [row for row in rows if row.num_prompt < len(row.tokens) <= self._longest]
         if not kept:
             shortest = min(len(p) + 1 if self._cuts else len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
             raise CapacityError(
-                f"the shortest of {len(pairs)} rows has {shortest} tokens or more, the limit is {self.longest}"
+                f"the shortest of {len(pairs)} rows has {shortest} tokens or more, the limit is {self._longest}"
             )
         return kept
+
+    def note_left_out(self, pairs: Sequence[Pair], note: Callable[[str], None]) -> None:
+        """Say how many pairs are left out, if any.
+
+        Raises:
+            CapacityError: all of them are.
+        """
+        if left_out := len(pairs) - len(self.encode(pairs)):
+            note(f"{left_out} of {len(pairs)} rows have more than {self._longest} tokens and are left out")
 
     def batches(self, pairs: Sequence[Pair], tokens_per_batch: int) -> list[TokenBatch]:
         """Return batches that hold each pair once, in order of length, at most ``tokens_per_batch`` tokens each."""

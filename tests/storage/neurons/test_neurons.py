@@ -14,9 +14,7 @@ import torch
 from tests.decode.runs import Result
 from tests.parity.families import CONFIGS, make, randomise
 from tests.storage.stored import PROMPTS, TOKENS, answers, broken, distance, opened, same
-from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.load import load_decoder
-from vivace.cli.app import run
 from vivace.core.cpu.packed import PackedLinear
 from vivace.core.model import Decoder
 from vivace.decode.lookup import LookupConfig, PromptLookup
@@ -41,7 +39,7 @@ from vivace.storage.neurons.predictors import (
     train_predictors,
 )
 from vivace.storage.neurons.thresholds import find_thresholds
-from vivace.storage.store import Store, open_store
+from vivace.storage.store import Store
 
 WIDTH = 640
 """Neurons of a layer: wide enough that a budget leaves some out."""
@@ -373,21 +371,6 @@ def test_thresholds_that_are_no_numbers(case: Case, found: object) -> None:
     with pytest.raises(CorruptError, match="a threshold is no number"):
         load_stored(case.selected.folder, reader="buffered")
     (case.selected.folder / thresholds.FILE).unlink()
-
-
-def test_texts_that_the_model_cannot_read_are_refused_before_a_store_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_checkpoint(tmp_path / "model")
-    store = write_store(tmp_path / "model", tmp_path / "store", layout="selected")
-    most = store.config.max_positions
-    with pytest.raises(ConfigError, match=f"text 2 has {most + 1} tokens, this model reads {most}"):
-        calibrate(tmp_path / "model", store, [TEXTS[0], (5,) * (most + 1), *TEXTS])
-    (tmp_path / "texts.jsonl").write_text('{"prompt": [5, 99999]}\n' * 12)
-    words = ["convert", str(tmp_path / "store"), "--store", "--layout", "selected", "--model", str(tmp_path / "model")]
-    assert run([*words, "--calibrate", str(tmp_path / "texts.jsonl")]) == 2
-    assert "text 1 has token 99999; this model has tokens 0 to" in capsys.readouterr().err
-    assert open_store(tmp_path / "store").identity == store.identity, "what was there is as it was"
 
 
 def test_refused(case: Case, tmp_path: Path) -> None:
