@@ -36,5 +36,25 @@ def _tables(written: Mapping[str, Any]) -> list[str]:
         if (theirs := report["peft_tokens_per_s"]) is not None:
             ours = speeds["all with LoRAs"] / theirs
             rows.append(("PEFT's mixed batch of these; ours beside it", f"{theirs:.0f}", f"{ours:.2f}x"))
+        if (theirs := report.get("llama_cpp_tokens_per_s")) is not None:
+            rows += _beside_llama_cpp(speeds, theirs)
         parts.append(table(("", "tokens a second", "ratio"), rows))
     return parts
+
+
+def _beside_llama_cpp(ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[tuple[str, str, str]]:
+    """Return llama.cpp's rows: what a LoRA costs it, and its speed beside ours."""
+    one, each = theirs["one with a LoRA"], theirs["one after another"]
+    return [
+        (
+            "llama.cpp, one request with a LoRA, beside its base",
+            f"{one:.0f}",
+            f"{one / theirs['one on the base']:.2f}x",
+        ),
+        ("the same; ours beside it", f"{one:.0f}", f"{ours['one with a LoRA'] / one:.2f}x"),
+        (
+            "llama.cpp, each its own LoRA, one after another; ours in one batch beside it",
+            f"{each:.0f}",
+            f"{ours['all with LoRAs'] / each:.2f}x",
+        ),
+    ]

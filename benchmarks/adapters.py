@@ -9,7 +9,8 @@ change how long a pass takes. In turns, in an order that is drawn anew for every
 
 The report has the tokens per second of each after the first token, their ratios (median over repeats), and how many
 texts of the batch differ from those written one after another, which must be none. ``--peft`` measures PEFT's mixed
-batch (``adapter_names``) in transformers beside it, in the same precision; it needs PEFT.
+batch (``adapter_names``) in transformers beside it, in the same precision; it needs PEFT. ``--llama-cpp`` measures
+llama.cpp, which wears one LoRA at a time, on the nearest weights that it has.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import json
 import random
 import statistics
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 import vivace
+from benchmarks.adapter_peers import llama_cpp_speeds, peft_speed
 from benchmarks.result_files import write_report
 from vivace.adapters.lora import table_of
 from vivace.checkpoint.adapters import base_hash
@@ -117,6 +118,7 @@ def measure(model: Path, weights: str, asked: argparse.Namespace) -> dict[str, A
                 for way in draws.sample(ways, len(ways)):
                     speeds[way].append(contest.speed(way))
         theirs = peft_speed(model, loras, prompts, asked) if asked.peft else None
+        llama_cpp = llama_cpp_speeds(model, weights, loras, prompts, asked) if asked.llama_cpp else None
     alone, together = contest.texts["one after another"], contest.texts["all with LoRAs"]
     pairs = {
         "one": ("one with a LoRA", "one on the base"),
@@ -137,35 +139,8 @@ def measure(model: Path, weights: str, asked: argparse.Namespace) -> dict[str, A
         },
         "num_different": sum(one != other for one, other in zip(alone, together, strict=True)),
         "peft_tokens_per_s": theirs,
+        "llama_cpp_tokens_per_s": llama_cpp,
     }  # fmt: skip
-
-
-def peft_speed(model: Path, loras: dict[str, Path], prompts: Sequence[str], asked: argparse.Namespace) -> float:
-    """Return the tokens per second of PEFT's mixed batch, the first token's time taken away."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    names = list(loras)
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    mixed = PeftModel.from_pretrained(base, loras[names[0]], adapter_name=names[0], autocast_adapter_dtype=False)
-    for name in names[1:]:
-        mixed.load_adapter(loras[name], adapter_name=name, autocast_adapter_dtype=False)
-    batch = tokenizer(list(prompts), return_tensors="pt", padding=True)
-
-    def seconds(tokens: int) -> float:
-        began = time.perf_counter()
-        with torch.inference_mode():
-            mixed.eval().generate(
-                **batch, adapter_names=names, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False
-            )
-        return time.perf_counter() - began
-
-    seconds(2)
-    return statistics.median(
-        len(names) * (asked.tokens - 1) / (seconds(asked.tokens) - seconds(1)) for _ in range(asked.repeats)
-    )
 
 
 def main() -> None:
@@ -180,6 +155,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kernels", default="auto")
     parser.add_argument("--peft", action="store_true", help="measure PEFT's mixed batch, too")
+    parser.add_argument("--llama-cpp", action="store_true", help="measure llama.cpp with these LoRAs, too")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     origin, reports = asdict(provenance(torch.device("cpu"))), []

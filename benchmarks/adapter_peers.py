@@ -1,0 +1,144 @@
+"""Other programs that decode with LoRAs, on the prompts and LoRAs of ``benchmarks.adapters``: PEFT and llama.cpp."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from vivace.checkpoint.gguf.blocks import find_kind
+from vivace.checkpoint.gguf.file import Entry, write_gguf
+from vivace.checkpoint.tokenizer import load_tokenizer
+from vivace.errors import VivaceError
+from vivace.evaluate.benchmark import BenchmarkPrompt
+from vivace.evaluate.llamacpp import LlamaCpp, LlamaCppPeer, enter_llama_cpp
+
+LLAMA_CPP_WEIGHTS = {"bf16": "llama.cpp", "int8": "llama.cpp-q8_0", "q4": "llama.cpp-q4_0", "lut3": "llama.cpp-q3_k_s"}
+"""What llama.cpp runs beside a format of ours: the nearest that it has."""
+GGUF_NAMES = {
+    "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
+    "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
+}  # fmt: skip
+"""Llama's matrices in PEFT's files and in llama.cpp's."""
+_FACTOR = re.compile(r"layers\.(\d+)\.\w+\.(\w+)\.lora_([AB])\.weight$")
+
+
+def peft_speed(model: Path, loras: Mapping[str, Path], prompts: Sequence[str], asked: argparse.Namespace) -> float:
+    """Return the tokens per second of PEFT's mixed batch, the first token's time taken away."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    names = list(loras)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    mixed = PeftModel.from_pretrained(base, loras[names[0]], adapter_name=names[0], autocast_adapter_dtype=False)
+    for name in names[1:]:
+        mixed.load_adapter(loras[name], adapter_name=name, autocast_adapter_dtype=False)
+    batch = tokenizer(list(prompts), return_tensors="pt", padding=True)
+
+    def seconds(tokens: int) -> float:
+        began = time.perf_counter()
+        with torch.inference_mode():
+            mixed.eval().generate(
+                **batch, adapter_names=names, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False
+            )
+        return time.perf_counter() - began
+
+    seconds(2)
+    return statistics.median(
+        len(names) * (asked.tokens - 1) / (seconds(asked.tokens) - seconds(1)) for _ in range(asked.repeats)
+    )
+
+
+def write_lora_gguf(folder: Path, out: Path) -> None:
+    """Write a PEFT LoRA of a Llama for llama.cpp, in float16.
+
+    Queries and keys keep their order of rows, which llama.cpp has otherwise: the file is for timing only.
+    """
+    entries = []
+    for name, value in load_file(folder / "adapter_model.safetensors").items():
+        found = _FACTOR.search(name)
+        if found is None:
+            raise VivaceError(f"{folder}: {name} is no factor of a Llama's LoRA")
+        layer, module, factor = found.groups()
+        stem = f"blk.{layer}.{GGUF_NAMES[module]}.weight.lora_{factor.lower()}"
+        entries.append(Entry(stem, tuple(value.shape), find_kind("f16"), lambda value=value: value.float()))
+    rank = float(entries[0].shape[0])
+    keys = {"general.architecture": "llama", "general.type": "adapter", "adapter.type": "lora"}
+    write_gguf(out, {**keys, "adapter.lora.alpha": rank}, entries)
+
+
+class LlamaCppLoras:
+    """A checkpoint in llama.cpp with LoRAs, of which all sequences of a context wear the same or none."""
+
+    def __init__(self, peer: LlamaCppPeer, files: Sequence[Path]) -> None:
+        """Load the files of LoRAs beside the model.
+
+        Raises:
+            VivaceError: llama.cpp does not take one.
+        """
+        self.peer = peer
+        self._engine: LlamaCpp = peer.engine
+        self._lib: Any = peer.engine._lib
+        self._loras = [self._lib.llama_adapter_lora_init(self._engine._model, str(file).encode()) for file in files]
+        if not all(self._loras):
+            raise VivaceError("llama.cpp does not take one of these LoRAs")
+
+    def wear(self, number: int | None) -> None:
+        """Let what is decoded from now on wear a LoRA, or none."""
+        chosen = [] if number is None else [self._loras[number]]
+        loras = (self._lib.llama_adapter_lora_p_ctypes * len(chosen))(*chosen)
+        scales = (ctypes.c_float * len(chosen))(*(1.0 for _ in chosen))
+        if self._lib.llama_set_adapters_lora(self._engine._context, loras, len(chosen), scales):
+            raise VivaceError("llama.cpp does not wear this LoRA")
+
+
+def llama_cpp_speeds(
+    model: Path, weights: str, loras: Mapping[str, Path], prompts: Sequence[str], asked: argparse.Namespace
+) -> dict[str, float]:
+    """Return llama.cpp's tokens per second after the first tokens, by way; medians of repeats in turns.
+
+    One request with and without a LoRA, all requests in one batch on the base, and each with its own LoRA one after
+    another: sequences of one context wear the same LoRA, so requests with different ones cannot share a pass.
+    """
+    tokenizer = load_tokenizer(model)
+    batch = [BenchmarkPrompt(prompt, tuple(tokenizer.encode(prompt))) for prompt in prompts]
+    names = [LLAMA_CPP_WEIGHTS[weights]]
+    (peer,) = enter_llama_cpp(names, model, batch, max_new_tokens=asked.tokens, batch_size=len(batch))
+    endless = LlamaCppPeer(peer.name, peer.engine, peer.max_new_tokens, frozenset())
+    with tempfile.TemporaryDirectory(prefix="vivace-gguf-") as place:
+        files = [Path(place) / f"{name}.gguf" for name in loras]
+        for folder, file in zip(loras.values(), files, strict=True):
+            write_lora_gguf(folder, file)
+        worn = LlamaCppLoras(endless, files)
+    ways: dict[str, list[tuple[list[BenchmarkPrompt], int | None]]] = {
+        "one on the base": [(batch[:1], None)],
+        "one with a LoRA": [(batch[:1], 0)],
+        "all on the base": [(batch, None)],
+        "one after another": [([prompt], number) for number, prompt in enumerate(batch)],
+    }
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(asked.repeats + 1):
+        for way, calls in ways.items():
+            found[way].append(_speed(worn, calls))
+    return {way: statistics.median(each[1:]) for way, each in found.items()}
+
+
+def _speed(worn: LlamaCppLoras, calls: Sequence[tuple[list[BenchmarkPrompt], int | None]]) -> float:
+    num_tokens, seconds = 0, 0.0
+    for batch, number in calls:
+        worn.wear(number)
+        trial = worn.peer.answer(batch)
+        num_tokens += sum(map(len, trial.token_ids)) - trial.num_first_tokens
+        seconds += trial.decode_s
+    return num_tokens / seconds
