@@ -55,9 +55,9 @@ def peft_speed(model: Path, loras: Mapping[str, Path], prompts: Sequence[str], a
         return time.perf_counter() - began
 
     seconds(2)
-    return statistics.median(
-        len(names) * (asked.tokens - 1) / (seconds(asked.tokens) - seconds(1)) for _ in range(asked.repeats)
-    )
+    later = len(names) * (asked.tokens - 1)
+    speeds: list[float] = [later / (seconds(asked.tokens) - seconds(1)) for _ in range(asked.repeats)]
+    return statistics.median(speeds)
 
 
 def write_lora_gguf(folder: Path, out: Path) -> None:
@@ -72,7 +72,7 @@ def write_lora_gguf(folder: Path, out: Path) -> None:
             raise VivaceError(f"{folder}: {name} is no factor of a Llama's LoRA")
         layer, module, factor = found.groups()
         stem = f"blk.{layer}.{GGUF_NAMES[module]}.weight.lora_{factor.lower()}"
-        entries.append(Entry(stem, tuple(value.shape), find_kind("f16"), lambda value=value: value.float()))
+        entries.append(Entry(stem, tuple(value.shape), find_kind("f16"), value.float))
     rank = float(entries[0].shape[0])
     keys = {"general.architecture": "llama", "general.type": "adapter", "adapter.type": "lora"}
     write_gguf(out, {**keys, "adapter.lora.alpha": rank}, entries)

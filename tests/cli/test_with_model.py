@@ -233,8 +233,7 @@ def test_bench_prefill_measures_what_the_schedule_predicts(cli: Cli, folder: Pat
         assert len(row["seconds"]) == 2
         assert (row["measured_share"] < 1) == (row["prefill"] != "full")
         assert row["answer_s"] > row["first_token_s"]
-        rate = 4 / (row["answer_s"] - row["first_token_s"])
-        assert row["decode_tokens_per_s"] == pytest.approx(rate, rel=0.5)  # medians of different runs
+        assert row["decode_tokens_per_s"] > 4 / row["answer_s"], "the first token's time is left out"
         if row["prefill"] == "full":
             assert row["speedup"] == row["answer_speedup"] == 1
             assert row["predicted_s"] == row["first_token_s"]
