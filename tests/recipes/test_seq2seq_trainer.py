@@ -128,3 +128,13 @@ def test_the_shipped_recipes_and_the_command(tmp_path: Path) -> None:
     assert run(command) == 0
     assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").config.num_layers == 1
     assert run(["train", "summary", "--data", str(data)]) != 0
+
+
+def test_rows_that_are_left_out_or_cut_are_named(tmp_path: Path) -> None:
+    """A text that is too long, and a source of which the model sees only the beginning."""
+    prompts = [*PROMPTS, Prompt("a source", ("word " * 200,)), Prompt("long source " * 200, ("a text",))]
+    notes: list[str] = []
+    recipe = replace(RECIPE, loop=replace(RECIPE.loop, steps=3))
+    train_seq2seq(recipe, prompts, tmp_path, Lines(notes.append))
+    assert any(f"1 of {len(prompts)} rows have texts of more than 48 tokens" in note for note in notes)
+    assert any(f"1 of {len(prompts)} sources have more than 64 tokens and are cut" in note for note in notes)

@@ -79,6 +79,7 @@ def train_seq2seq(
     if start is None:
         raise ConfigError(f"{source} names no decoder_start_token_id, with which texts of this model begin; add it")
     rows = SourceRows(tokenizer, int(start), recipe.longest_source, recipe.longest, place)
+    rows.note_left_out(pairs, report.note)
     held_back = rows.batches(reserved, recipe.tokens_per_batch)
     batches = _batches(recipe, rows, kept)
     known = {"recipe": asdict(recipe), "rows": len(pairs), "data": digest_of(pairs), "base": str(base or "")}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +101,21 @@ class SourceRows:
                 f"the shortest of {len(rows)} texts has {shortest} tokens, the limit is {self._longest}"
             )
         return kept
+
+    def note_left_out(self, pairs: Sequence[Pair], note: Callable[[str], None]) -> None:
+        """Say how many pairs are left out and how many sources are cut, if any.
+
+        Raises:
+            CapacityError: all pairs are left out.
+        """
+        if left_out := len(pairs) - len(self.encode(pairs)):
+            note(
+                f"{left_out} of {len(pairs)} rows have texts of more than {self._longest} tokens or empty sources and "
+                "are left out"
+            )
+        lengths = map(len, self._tokenizer.inner([source for source, _ in pairs])["input_ids"])
+        if cut := sum(length > self._longest_source for length in lengths):
+            note(f"{cut} of {len(pairs)} sources have more than {self._longest_source} tokens and are cut")
 
     def grouped(
         self, rows: Sequence[SourceRow], tokens_per_batch: int, rng: random.Random | None = None
