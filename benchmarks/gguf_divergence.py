@@ -11,6 +11,7 @@ interval by the paired bootstrap over pieces, and how often the likeliest token 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor
 
 import vivace
-from benchmarks.result_files import write_report
+from benchmarks import captions
+from benchmarks.result_files import NO_RUN, write_report
+from tools.blocks import table
 from vivace.checkpoint.files import resolve
 from vivace.evaluate.bootstrap import paired_bootstrap
 from vivace.evaluate.likelihood import ContextOptions, LikelihoodReader
@@ -64,6 +67,34 @@ def compared(path: Path, text: str, num_pieces: int, length: int) -> dict[str, A
     means = {name: {key: sum(own) / len(own) for key, own in values.items()} for name, values in found.items()}
     change = paired_bootstrap(found["vivace"]["kl"], found["llama.cpp"]["kl"])
     return {"kernels": ours.kernels.name, "programs": means, "change": asdict(change)}
+
+
+def table_of(path: Path) -> str:
+    """Return the divergences of a result file, a row for each program and model."""
+    if not path.is_file():
+        return NO_RUN
+    written = json.loads(path.read_text(encoding="utf-8"))
+    setting, rows = written["setting"], []
+    for name, found in written["models"].items():
+        change = found["change"]
+        beside = f"{change['estimate']:+.4f} ({change['low']:+.4f} to {change['high']:+.4f})"
+        for program, own in found["programs"].items():
+            rows.append(
+                (
+                    f"`{name}`",
+                    program,
+                    f"{own['kl']:.4f}",
+                    f"{own['other']:.1%}",
+                    beside if program == "vivace" else "",
+                )
+            )
+    kernels = next(iter(written["models"].values()))["kernels"]
+    caption = (
+        f"{setting['pieces']} pieces of {setting['length']} tokens of {setting['text']}; "
+        f"{captions.machine(written['provenance'], kernels)}."
+    )
+    heads = ("file", "program", "KL to float32", "another likeliest token", "beside llama.cpp")
+    return f"{caption}\n\n{table(heads, rows)}"
 
 
 def _pieces(tokens: list[int], count: int, length: int) -> Iterator[tuple[int, ...]]:

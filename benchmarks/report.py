@@ -34,6 +34,7 @@ from benchmarks import (
     first_token_tables,
     flash_tables,
     gates,
+    gguf_divergence,
     gpu_tables,
     guard_table,
     hostile_tables,
@@ -207,6 +208,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         techniques / "prompt_pool.md": {"results": prompt_pool.tables(RESULTS / "prompt_pool")},
         techniques / "quantized_checkpoints.md": {
             "results": chat_tables.beside_others(read_results(RESULTS / "quantized")),
+            "divergence": gguf_divergence.table_of(RESULTS / "divergence" / "gguf.json"),
         },
         techniques / "prompt_caches.md": {"results": prompt_caches.tables(RESULTS / "prompt_caches")},
         techniques / "kv_runahead.md": {
