@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,9 +46,15 @@ def test_every_member_is_learnt_and_the_model_stays_as_it_is(tmp_path: Path) -> 
     assert all(torch.equal(value, weights[name]) for name, value in engine.model.state_dict().items())
     config = json.loads((tmp_path / "pool" / "3-0" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["num_virtual_tokens"], config["token_dim"]) == ("PROMPT_TUNING", 3, 32)
-    first = (tmp_path / "pool" / "3-0" / "adapter_model.safetensors").stat().st_mtime_ns
+    first = (tmp_path / "pool" / "3-0" / "adapter_model.safetensors").read_bytes()
     assert train_pool(recipe, engine, rows, tmp_path / "pool", Lines(str)) == ["3-0", "3-1"]
-    assert (tmp_path / "pool" / "3-0" / "adapter_model.safetensors").stat().st_mtime_ns == first
+    assert (tmp_path / "pool" / "3-0" / "adapter_model.safetensors").read_bytes() == first
+    with pytest.raises(MismatchError, match="another recipe"):
+        train_pool(replace(recipe, held_back=5), engine, rows, tmp_path / "pool", Lines(str))
+    shutil.rmtree(tmp_path / "pool" / "3-0" / "run")
+    notes: list[str] = []
+    train_pool(recipe, engine, rows, tmp_path / "pool", Lines(notes.append))
+    assert "3-0 is there without its run, and is left as it is" in notes
     opened = vivace.load(base, dtype="float32", prompt_pool=tmp_path / "pool")
     assert opened.prompt_pool is not None
     assert set(opened.prompt_pool.members) == {"3-0", "3-1"}

@@ -108,10 +108,12 @@ def train_pool(
 ) -> list[str]:
     """Train every member of a pool that is not there yet, one after the other; return their names.
 
-    Members are folders ``LENGTH-SEED`` of ``out``. A run that was killed goes on when it is called again.
+    Members are folders ``LENGTH-SEED`` of ``out``. A run that was killed goes on when it is called again. A member
+    whose run is finished takes no further step, and one whose run was removed is left as it is.
 
     Raises:
         ConfigError: there are too few rows, or no text has room behind a member.
+        MismatchError: a member belongs to a run with another recipe, base or data.
     """
     most, names = engine.model.config.max_positions, []
     if max(recipe.lengths) >= most:
@@ -120,8 +122,8 @@ def train_pool(
         for place, seed in enumerate(recipe.seeds):
             name = f"{length}-{seed}"
             names.append(name)
-            if (out / name / "adapter_config.json").is_file():
-                report.note(f"{name} is there")
+            if (out / name / "adapter_config.json").is_file() and not (out / name / "run").is_dir():
+                report.note(f"{name} is there without its run, and is left as it is")
                 continue
             report.note(f"soft prompt {name}")
             own = replace(recipe, lengths=(length,), seed=seed)
