@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 import vivace
 from benchmarks.adapter_peers import llama_cpp_speeds, peft_speed
@@ -34,11 +35,12 @@ from benchmarks.result_files import write_report
 from vivace.adapters.lora import table_of
 from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.load import load_decoder
-from vivace.checkpoint.peft import save_lora
+from vivace.checkpoint.peft import TENSORS, save_lora
 from vivace.core.low_rank import ATTENTION, PROJECTIONS, site_shapes
 from vivace.engine import Engine
 from vivace.evaluate.others import watched_others
 from vivace.evaluate.provenance import provenance
+from vivace.evaluate.roofline import pass_bytes
 from vivace.prompts import packaged_prompts
 
 SIZE = 0.01
@@ -64,6 +66,11 @@ def make_loras(model: Path, folder: Path, count: int, rank: int) -> dict[str, Pa
         table = table_of(model, decoder)
         save_lora(made[f"lora-{number}"], factors, table, base=base_hash(model), dtype=torch.bfloat16)
     return made
+
+
+def factor_bytes(lora: Path) -> int:
+    """Return the bytes of a LoRA's factors, which a pass of its request reads beside the base."""
+    return sum(value.nbytes for value in load_file(lora / TENSORS).values())
 
 
 class Contest:
@@ -130,6 +137,7 @@ def measure(model: Path, weights: str, asked: argparse.Namespace) -> dict[str, A
             "model": model.name, "weights": weights, "method": asked.method, "count": asked.count, "rank": asked.rank,
             "new_tokens": asked.tokens, "repeats": asked.repeats, "kernels": engine.kernels.name,
             "adapter_bytes": engine.adapters.num_bytes, "base_bytes": engine.num_bytes,
+            "pass_bytes": pass_bytes(engine.model), "factor_bytes": factor_bytes(next(iter(loras.values()))),
             "others_cpu_share": others.cpu_share,
         },
         "tokens_per_s": {way: statistics.median(found) for way, found in speeds.items()},

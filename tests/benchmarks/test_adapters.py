@@ -12,7 +12,15 @@ from tests.tiny_checkpoints import make_checkpoint
 def test_every_way_is_measured(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base")
     asked = argparse.Namespace(
-        count=3, rank=2, method="plain", tokens=6, repeats=1, kernels="auto", peft=False, weights="bf16"
+        count=3,
+        rank=2,
+        method="plain",
+        tokens=6,
+        repeats=1,
+        kernels="auto",
+        weights="bf16",
+        peft=False,
+        llama_cpp=False,
     )
     report = measure(base, "bf16", asked)
     assert set(report["tokens_per_s"]) == {
@@ -20,7 +28,7 @@ def test_every_way_is_measured(tmp_path: Path) -> None:
     }
     assert set(report["ratios"]) == {"one", "all", "batch"}
     assert report["num_different"] == 0
-    assert report["setting"]["adapter_bytes"] > 0
+    assert report["setting"]["adapter_bytes"] > report["setting"]["factor_bytes"] > 0
 
 
 def test_each_prompt_has_its_own(tmp_path: Path) -> None:
