@@ -115,6 +115,7 @@ def measure(model: Path, weights: str, asked: argparse.Namespace) -> dict[str, A
     speeds: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         loras = make_loras(model, Path(folder), asked.count, asked.rank)
+        read_bytes = factor_bytes(next(iter(loras.values())))
         engine = vivace.load(model, dtype="bfloat16", weights=weights, kernels=asked.kernels, adapters=loras)
         contest = Contest(engine, prompts, list(loras), asked.method, asked.tokens)
         draws, ways = random.Random(0), list(contest.ways())
@@ -137,7 +138,7 @@ def measure(model: Path, weights: str, asked: argparse.Namespace) -> dict[str, A
             "model": model.name, "weights": weights, "method": asked.method, "count": asked.count, "rank": asked.rank,
             "new_tokens": asked.tokens, "repeats": asked.repeats, "kernels": engine.kernels.name,
             "adapter_bytes": engine.adapters.num_bytes, "base_bytes": engine.num_bytes,
-            "pass_bytes": pass_bytes(engine.model), "factor_bytes": factor_bytes(next(iter(loras.values()))),
+            "pass_bytes": pass_bytes(engine.model), "factor_bytes": read_bytes,
             "others_cpu_share": others.cpu_share,
         },
         "tokens_per_s": {way: statistics.median(found) for way, found in speeds.items()},
