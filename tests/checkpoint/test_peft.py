@@ -234,6 +234,35 @@ def test_targets_that_are_not_said_are_those_of_the_file(table: ModuleTable, tmp
     assert len(load_lora(tmp_path, table).factors) == 9
 
 
+@pytest.mark.parametrize(
+    ("config", "left"),
+    [
+        ({"exclude_modules": r"model\.layers\.0\..*"}, "model.layers.0."),
+        ({"exclude_modules": ["model.layers.1.self_attn.q_proj"]}, "model.layers.1.self_attn.q_proj"),
+        ({"target_modules": r"(?!model\.layers\.2\.).*\.(q_proj|v_proj|down_proj)"}, "model.layers.2."),
+    ],
+    ids=["an expression", "a whole name", "a look-ahead"],
+)
+def test_modules_are_left_out_by_the_names_they_have_in_the_file(
+    table: ModuleTable, tmp_path: Path, config: dict[str, Any], left: str
+) -> None:
+    """PEFT compares whole names, so what names the root too leaves a module out as much as an ending does."""
+    tensors = write(tmp_path, "llama list", **config)
+    kept = {name: value for name, value in tensors.items() if left not in name}
+    save_file(kept, tmp_path / "adapter_model.safetensors")
+    assert len(load_lora(tmp_path, table).factors) == len(kept) // 2 < len(tensors) // 2
+
+
+def test_patterns_are_of_the_names_in_the_file(table: ModuleTable, tmp_path: Path) -> None:
+    """A model that was wrapped without its head has no root before its layers."""
+    shapes = {name.replace(".model.model.", ".model."): 0 for name in CASES["llama list"]["shapes"]}
+    config = {"alpha_pattern": {r"^layers\.0\.self_attn\.q_proj": 60}}
+    tensors = write(tmp_path, "llama list", **config)
+    save_file(dict(zip(shapes, tensors.values(), strict=True)), tmp_path / "adapter_model.safetensors")
+    read, plain = load_lora(tmp_path, table).factors, tensors[f"{_PREFIX}.lora_B.weight"]
+    torch.testing.assert_close(read[(0, "q")][1], plain * 60 / 4)
+
+
 def test_fused_modules_are_written_with_one_down_factor_where_they_share_it(tmp_path: Path) -> None:
     folder = tmp_path / "base"
     make("phi3").save_pretrained(folder)

@@ -115,8 +115,8 @@ class _Merging:
     def tensors(self) -> tuple[dict[str, Tensor], set[str]]:
         """Return all tensors of the merged checkpoint, and the names of those that differ from the base's."""
         changed: dict[str, Tensor] = {}
-        lora = {self.table.stem(module) for module, parts in self.found.items() if {"A", "B"} & set(parts)}
-        if matrices := lora & set(self.table.modules):
+        lora = [module for module, parts in self.found.items() if {"A", "B"} & set(parts)]
+        if matrices := [module for module in lora if self._is_matrix(module)]:
             check_targets(self.settings, matrices, self.table, self.place)
         for module, parts in self.found.items():
             require_finite(parts, module, self.place)

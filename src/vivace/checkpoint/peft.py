@@ -136,10 +136,10 @@ def load_lora(folder: str | Path, table: ModuleTable, expected_base: str | None 
     _refuse_extras(settings, place)
     base = base_of(place, expected_base)
     pairs = _pairs(read_tensors(place / TENSORS), table, place)
-    check_targets(settings, set(pairs), table, place)
+    check_targets(settings, pairs, table, place)
     factors: dict[Site, tuple[Tensor, Tensor]] = {}
-    for stem, found in pairs.items():
-        module, name = table.modules[stem], table.full_name(stem)
+    for name, found in pairs.items():
+        module = table.modules[table.stem(name)]
         down, up = checked(found, module, settings.rank_of(name), place)
         up = up * settings.scale_of(name)
         factors.update({site: (down, up[first:stop]) for site, first, stop in module.sites})
@@ -172,7 +172,7 @@ def base_of(place: Path, expected: str | None) -> str | None:
 
 
 def _pairs(tensors: Mapping[str, Tensor], table: ModuleTable, place: Path) -> dict[str, dict[str, Tensor]]:
-    """Return the two factors of every module, by its stem."""
+    """Return the two factors of every module, by its name in the file."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         module, _, leaf = name.removeprefix(PREFIX).rpartition(".lora_")
@@ -184,7 +184,7 @@ def _pairs(tensors: Mapping[str, Tensor], table: ModuleTable, place: Path) -> di
             if what := table.what_is(module):
                 raise UnsupportedError(f"{place} adapts {module}, {what}, which a request cannot bring; {MERGE}")
             raise MismatchError(f"{place} adapts {module}, which this model does not have; it is of another base")
-        found.setdefault(stem, {})[leaf[0]] = value
+        found.setdefault(module, {})[leaf[0]] = value
     return found
 
 
@@ -193,8 +193,14 @@ def _module(name: str) -> str:
     return name.removeprefix(PREFIX).rpartition(".")[0]
 
 
-def check_targets(settings: LoraSettings, found: set[str], table: ModuleTable, place: Path) -> None:
+def check_targets(settings: LoraSettings, found: Iterable[str], table: ModuleTable, place: Path) -> None:
     """Refuse a file that lacks modules at which its configuration aims, or has others.
+
+    Args:
+        settings: the configuration, which speaks of modules by the names that they had in training.
+        found: modules of the file, by these names.
+        table: the matrices of the model.
+        place: folder of the file.
 
     Raises:
         CorruptError: a module is missing, or is not named.
@@ -202,18 +208,16 @@ def check_targets(settings: LoraSettings, found: set[str], table: ModuleTable, p
     """
     if settings.targets is None:
         return
-    aimed = {
-        stem
-        for stem in table.modules
-        if any(settings.aims_at(name) for name in (stem, *(root + stem for root in table.names.roots)))
-    }
+    named = {table.stem(name): name for name in found}
+    root = next((name.removesuffix(stem) for stem, name in named.items()), table.names.roots[0])
+    aimed = {stem for stem in table.modules if settings.aims_at(named.get(stem, root + stem))}
     if not aimed:
         raise MismatchError(
             f"{place} adapts {_spelt(settings.targets)}, and this model has no such modules; it is of another base"
         )
-    if missing := sorted(aimed - found):
+    if missing := sorted(aimed - set(named)):
         raise CorruptError(f"{place / TENSORS} lacks the factors of {summary(missing)}, which {CONFIG} names")
-    if extra := sorted(found - aimed):
+    if extra := sorted(set(named) - aimed):
         raise CorruptError(f"{place / TENSORS} has factors of {summary(extra)}, which {CONFIG} does not name")
 
 
