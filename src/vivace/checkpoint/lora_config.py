@@ -149,6 +149,8 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "monteclora_config": ({},),
 }
 """Settings that a plain LoRA leaves at these values, or at None."""
+_LARGEST = 1e30
+"""Largest alpha; a factor of float32 must not overflow by it."""
 _ON_ANOTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of ``init_lora_weights`` with which PEFT changes the base's weights when it loads the adapter, unless the
 adapter was converted while it was saved; the setting is then another.
@@ -157,21 +159,22 @@ adapter was converted while it was saved; the setting is then another.
 
 def _settings(raw: Mapping[str, Any]) -> LoraSettings:
     layers = raw.get("layers_to_transform")
+    chosen = layers if isinstance(layers, list) else [] if layers is None else [layers]
     extras = [f"{key} = {json.dumps(raw[key])}" for key, plain in _PLAIN.items() if raw.get(key) not in (None, *plain)]
     init = raw.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_ON_ANOTHER_BASE):
         extras.append(f"init_lora_weights = {json.dumps(init)}")
     found = LoraSettings(
-        rank=int(raw.get("r", 8)),
-        alpha=float(raw.get("lora_alpha", 8)),
+        rank=_whole(raw.get("r", 8)),
+        alpha=_finite(raw.get("lora_alpha", 8)),
         targets=_names(raw.get("target_modules")),
         excluded=_names(raw.get("exclude_modules")) or (),
-        layers=None if layers in (None, []) else frozenset([layers] if isinstance(layers, int) else map(int, layers)),
+        layers=None if not chosen else frozenset(map(_whole, chosen)),
         layers_pattern=_listed(raw.get("layers_pattern")),
-        rank_pattern={str(key): int(value) for key, value in (raw.get("rank_pattern") or {}).items()},
-        alpha_pattern={str(key): float(value) for key, value in (raw.get("alpha_pattern") or {}).items()},
-        use_rslora=bool(raw.get("use_rslora")),
-        use_dora=bool(raw.get("use_dora")),
+        rank_pattern={str(key): _whole(value) for key, value in (raw.get("rank_pattern") or {}).items()},
+        alpha_pattern={str(key): _finite(value) for key, value in (raw.get("alpha_pattern") or {}).items()},
+        use_rslora=_claim(raw.get("use_rslora")),
+        use_dora=_claim(raw.get("use_dora")),
         extras=tuple(extras),
         base_name=raw.get("base_model_name_or_path"),
     )
@@ -179,6 +182,30 @@ def _settings(raw: Mapping[str, Any]) -> LoraSettings:
     for expression in (*expressions, *found.rank_pattern, *found.alpha_pattern, *found.layers_pattern):
         re.compile(expression)
     return found
+
+
+def _whole(value: object) -> int:
+    """Return a whole number; text, and what has a fraction, is none."""
+    is_fraction = isinstance(value, float) and not value.is_integer()
+    if isinstance(value, bool) or not isinstance(value, int | float) or is_fraction:
+        raise TypeError(f"expected a whole number, found {value!r}")
+    return int(value)
+
+
+def _finite(value: object) -> float:
+    """Return a number that float32 can hold, so that no factor becomes infinite because of it."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"expected a number, found {value!r}")
+    if not abs(value) <= _LARGEST:
+        raise ValueError(f"expected a number of at most {_LARGEST:g}, found one that is larger or none")
+    return float(value)
+
+
+def _claim(value: object) -> bool:
+    """Return whether a setting is on; null counts as off."""
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"expected true or false, found {value!r}")
+    return value is True
 
 
 def _names(value: object) -> tuple[str, ...] | str | None:
