@@ -10,7 +10,7 @@ import pytest
 import torch
 from huggingface_hub import constants, errors
 
-from vivace.checkpoint.files import read_tensors, resolve, staged, summary, write_tensors
+from vivace.checkpoint.files import read_json, read_tensors, resolve, staged, summary, write_tensors
 from vivace.checkpoint.load import load_config
 from vivace.errors import CheckpointError, CorruptError, NotFoundError
 
@@ -182,3 +182,14 @@ def test_reading_tensors(tmp_path: Path) -> None:
 def test_long_lists_are_cut() -> None:
     assert summary(["a", "b"]) == "a, b"
     assert summary([str(i) for i in range(9)]) == "0, 1, 2, 3, 4 and 4 more"
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"r": ' + "9" * 5000 + "}", "{", "\udcff"], ids=["deep", "digits", "half", "no text"]
+)
+def test_what_cannot_be_read_as_json_is_one_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "adapter_config.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CorruptError, match=r"adapter_config\.json is not readable JSON") as caught:
+        read_json(path)
+    assert "\n" not in str(caught.value)

@@ -179,7 +179,7 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
         raise NotFoundError(f"{path.parent} has no {path.name}") from exc
-    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+    except (ValueError, RecursionError) as exc:  # no JSON, no text, a number of too many digits, or too deep
         raise CorruptError(f"{path} is not readable JSON: {_one_line(exc)}") from exc
     if not isinstance(found, dict):
         raise CorruptError(f"{path} holds a JSON {type(found).__name__}, not an object")
