@@ -17,12 +17,14 @@ from tests.tiny_checkpoints import make_checkpoint
 from vivace.decode.request import Emitted
 from vivace.decode.stats import DecodeStats
 from vivace.engine import Engine, Options
+from vivace.serve.bodies import ChatBody
 from vivace.serve.choice import Choice
 from vivace.serve.config import ServeConfig
 from vivace.serve.grammar import binds_within
 from vivace.serve.grammars import Grammars
 from vivace.serve.tool_format import HERMES, rest_grammar
 from vivace.serve.tool_reader import ToolReader
+from vivace.serve.tools import Tools
 
 MESSAGES = [{"role": "user", "content": "Where is it open?"}]
 LOOK = {
@@ -200,6 +202,24 @@ def test_a_call_that_a_stop_text_cuts_is_none_to_be_made(engine: Engine, answer:
     tokens = tuple(engine.tokenizer.encode(answer))
     choice.take(Emitted(0, tokens, None, "stop", DecodeStats()))
     assert choice.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_end"),
+    [
+        ('So: <tool_call>\n{"name": "look", "arguments": {"q": "a"}}\n</tool_call>', True),
+        ('<tool_call>\n{"name": "look", "arguments": {"q": "say </tool_call>', False),
+        ('<tool_call>\n{"name": "look", "arguments": {"q": "say </tool_call>"}}\n</tool_call>', True),
+        ('<tool_call>{"arguments": {}, "name": "look"}</tool_call>', True),
+        ("A call ends with </tool_call>", False),
+    ],
+)
+def test_an_answer_that_may_hold_one_call_ends_with_it(engine: Engine, answer: str, is_end: bool) -> None:
+    """Not with a closing tag that its arguments or its text are about."""
+    body = ChatBody.model_validate({"messages": MESSAGES, "tools": [LOOK], "parallel_tool_calls": False})
+    tools = Tools(engine.tokenizer, Grammars(engine.tokenizer, engine.model.config.vocab_size))
+    [request] = tools.ending([engine.request("a", Options(method="plain"))], HERMES, body)
+    assert request.stop.stops_at(engine.tokenizer.encode(answer)) is is_end
 
 
 def test_a_model_without_tools_says_so(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from vivace.serve.bodies import ChatBody
 from vivace.serve.grammar import Bind, binds, binds_within
 from vivace.serve.grammars import Grammars
 from vivace.serve.tool_format import FORMATS, ToolFormat, format_of, grammar, rest_grammar
-from vivace.serve.tool_reader import PYTHON_TAG
+from vivace.serve.tool_reader import PYTHON_TAG, ToolReader
 
 
 class Keeping(Tokenizer):
@@ -106,8 +106,19 @@ class Tools:
         return binds_within(self._grammars, self._grammars.calls(rest_grammar(form, schemas), owner), form)
 
     def _ends(self, form: ToolFormat) -> Callable[[Sequence[int]], bool]:
-        """Return whether a call has just ended; its closing tag is a few tokens at most."""
-        return lambda tokens: form.close in self.tokenizer.decode(tokens[-len(form.close) :])
+        """Return whether a call has just ended; its closing tag is a few tokens at most.
+
+        The tag may also stand inside a text of the call's arguments, or where no call was made: that ends nothing.
+        """
+
+        def has_ended(tokens: Sequence[int]) -> bool:
+            if form.close not in self.tokenizer.decode(tokens[-len(form.close) :]):
+                return False
+            reader = ToolReader(form, only_one=True)
+            reader.push(self.tokenizer.decode(tokens))
+            return bool(reader.calls) and not reader.is_cut
+
+        return has_ended
 
     def _special_token(self, text: str) -> int | None:
         inner = self.tokenizer.inner
