@@ -100,6 +100,18 @@ def through_layers(decoder: Decoder, h: Tensor, step: Step, start: int, stop: in
     return h
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_likeliest_token_is_that_of_scaled_logits(body: NativeBody, dtype: torch.dtype) -> None:
+    """A scale that is no power of two rounds what the head reads, and with it which of two near logits is larger."""
+    decoder = Decoder(ModelConfig(**BASE | {"head_scale": 48**-0.5, "vocab_size": 4096}))
+    randomise(decoder, 0)
+    own = body.of(dtype)
+    assert own is not None
+    packing(decoder.to(dtype).requires_grad_(False).eval(), own)
+    h = torch.randn(2000, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert torch.equal(decoder.greedy(h), decoder.head(h).argmax(-1))
+
+
 def test_spans_are_layers_one_by_one(variant: str, packed: Decoder) -> None:
     assert isinstance(packed.backend.span, NativeSpan)
     cache, _ = prefill(packed, PROMPTS, 3)

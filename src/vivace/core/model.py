@@ -440,14 +440,17 @@ class Decoder(nn.Module):
         x: Tensor = self.final_norm(h)
         return x
 
+    def _read_by_head(self, h: Tensor) -> Tensor:
+        """Return what the head multiplies, (n, E) -> (n, E): normed, then scaled, which rounds once more."""
+        x = self.norm(h)
+        return x if self.config.head_scale == 1.0 else x * self.config.head_scale
+
     def head(self, h: Tensor, *, row_count: int = 1) -> Tensor:
         """Apply the final norm and the head, (n, E) -> (n, V) float32, padded to a multiple of ``row_count`` rows."""
         count = len(h)
         if count % row_count:
             h = torch.cat((h, h.new_zeros(-count % row_count, h.shape[1])))
-        x = self.norm(h)
-        if self.config.head_scale != 1.0:
-            x = x * self.config.head_scale
+        x = self._read_by_head(h)
         logits = kernels.linear(x, self.embedding) if self.lm_head is None else self.lm_head(x)
         logits = logits[:count].float()
         if self.logits_bias is not None:
@@ -459,7 +462,7 @@ class Decoder(nn.Module):
         """Return the likeliest token of each row, (n, E) -> (n,); ties go to the smallest id."""
         choose: Callable[[Tensor], tuple[Tensor, Tensor]] | None = getattr(self.lm_head, "greedy", None)
         if choose is not None and row_count == 1 and self.logits_bias is None:
-            tokens, logits = choose(self.norm(h))
+            tokens, logits = choose(self._read_by_head(h))
             most = self.config.certain_logit
             if most is None or (h.dtype == torch.bfloat16 and bool((logits.abs() < most).all())):
                 return tokens
