@@ -53,7 +53,7 @@ inline Vec activated(Vec x, int64_t kind) {
         case GELU:
             return mul(x, normal_area(x));
         default:
-            return max(x, broadcast(0));
+            return max(broadcast(0), x);  // the second one where one of them is no number
     }
 }
 

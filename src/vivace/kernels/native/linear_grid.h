@@ -35,17 +35,18 @@ void prepare_grid_row(const Matrix& m, const bf16* x, bf16* row) {
         }
         for (int64_t q = 0; q < 4; ++q) {
             constexpr int64_t VECTORS = QUARTER / WIDTH;
-            Vec values[VECTORS], most = broadcast(0), sum = broadcast(0);
+            Vec values[VECTORS], most = broadcast(0), sum = broadcast(0), zero = broadcast(0);
             for (int64_t i = 0; i < VECTORS; ++i) {
                 const int64_t at = q * QUARTER + i * WIDTH, left = count - at;
                 values[i] = left <= 0 ? broadcast(0) : load_some(from + at, left < WIDTH ? left : WIDTH);
                 most = max(most, max(values[i], sub(broadcast(0), values[i])));
+                zero = fma(values[i], broadcast(0), zero);
             }
-            const float size = max_of(most);
-            const bool is_nothing = size < 1e-30f;
+            const float size = max_of(most) + sum_of(zero);  // no number where an input is infinite or none
+            const bool is_nothing = size < 1e-30f, is_number = size == size;
             const Vec inverse = broadcast(is_nothing ? 0 : 127.0f / size);
             for (int64_t i = 0; i < VECTORS; ++i) {
-                const Vec whole = nearest(mul(values[i], inverse));
+                const Vec whole = is_number ? nearest(mul(values[i], inverse)) : broadcast(0);
                 sum = add(sum, whole);
                 store_bytes(to->bytes + q * QUARTER + i * WIDTH, whole);
             }

@@ -20,7 +20,8 @@ struct IntRow {
 };
 
 // bytes = round(x / scale) with scale = max |x| / 127 over a group; a group below 1e-30 becomes zero. Sums of bytes are
-// exact: at most 64 * 127 = 8,128.
+// exact: at most 64 * 127 = 8,128. Where an input is infinite, or no number, the scale of its group is no number, nor is
+// any output: the largest of a vector's numbers alone would not show it.
 void prepare_int_row(const bf16* x, int64_t in, bf16* row) {
     const int64_t groups = int_groups(in);
     int8_t* bytes = (int8_t*)row;
@@ -28,17 +29,18 @@ void prepare_int_row(const bf16* x, int64_t in, bf16* row) {
     int32_t* shifts = (int32_t*)(scales + groups);
     for (int64_t g = 0; g < groups; ++g, bytes += INT_GROUP) {
         const int64_t first = g * INT_GROUP, count = in - first < INT_GROUP ? in - first : INT_GROUP;
-        Vec values[INT_GROUP / WIDTH], most = broadcast(0), sum = broadcast(0);
+        Vec values[INT_GROUP / WIDTH], most = broadcast(0), sum = broadcast(0), zero = broadcast(0);
         for (int64_t i = 0; i < INT_GROUP / WIDTH; ++i) {
             const int64_t left = count - i * WIDTH;
             values[i] = left <= 0 ? broadcast(0) : load_some(x + first + i * WIDTH, left < WIDTH ? left : WIDTH);
             most = max(most, max(values[i], sub(broadcast(0), values[i])));
+            zero = fma(values[i], broadcast(0), zero);
         }
-        const float size = max_of(most);
-        const bool is_nothing = size < 1e-30f;
+        const float size = max_of(most) + sum_of(zero);
+        const bool is_nothing = size < 1e-30f, is_number = size == size;
         const Vec factor = broadcast(is_nothing ? 0 : 127.0f / size);
         for (int64_t i = 0; i < INT_GROUP / WIDTH; ++i) {
-            const Vec whole = nearest(mul(values[i], factor));
+            const Vec whole = is_number ? nearest(mul(values[i], factor)) : broadcast(0);
             sum = add(sum, whole);
             store_bytes(bytes + i * WIDTH, whole);
         }

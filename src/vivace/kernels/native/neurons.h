@@ -19,6 +19,9 @@ inline void dot_neurons(const bf16* matrix, int64_t stride, const int64_t* which
 
 inline bool is_zero_number(uint16_t x) { return (x & 0x7fff) == 0; }
 
+// Whether ReLU makes zero of a number: not where it is none.
+inline bool is_rectified(uint16_t x) { return x == 0 || (x >= 0x8000 && x <= 0xff80); }
+
 // Computes the activations of NEURONS neurons from item * NEURONS on. The up projection of those that are known to be
 // zero is skipped, and with ReLU that of all zero ones.
 inline void activate_neurons(const Neurons& n, int64_t item) {
@@ -36,7 +39,7 @@ inline void activate_neurons(const Neurons& n, int64_t item) {
             inner[i] = 0;
             if (known != nullptr) gates[i] = known[i];
             const bool is_zero = known != nullptr ? is_zero_number(gates[i])
-                                                  : n.activation == RELU && (gates[i] >> 15 || gates[i] == 0);
+                                                  : n.activation == RELU && is_rectified(gates[i]);
             if (is_zero) continue;
             taken[some] = gates[i];
             active[some++] = first + i;
