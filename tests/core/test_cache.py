@@ -183,3 +183,20 @@ def test_what_was_saved_comes_back_whatever_was_stored_and_filled_since() -> Non
     assert [len(pending) for pending in cache.pending] == [0, 1, 0, 0, 0]
     assert cache.pending[1].at(1).tolist() == [2]
     assert torch.equal(cache.span(0, 1, 0, 3)[0], contents([3, 4, 5]))
+
+
+def test_a_window_keeps_what_waiting_tokens_will_read() -> None:
+    """However many of a text's last tokens have left early: their upper layers read as far back as they would have."""
+    cache = KVCache([LayerSpec(2, 4, 4, window=8)] * 2, 1, 4096)
+    table, waiting, length = cache.tables[0], cache.store.size + 20, 4 * cache.store.size
+    cache.extend([0], [length])
+    cache.commit([0], [range(waiting)])
+    late = torch.arange(waiting, length)
+    cache.pending[0].add(1, late, torch.zeros(len(late), 4))
+    cache.commit([0], [range(length - waiting)])
+    assert all(cache.pending[0].at(1) == late)
+    assert all(table.blocks[0][(waiting - 7) // cache.store.size :])
+    cache.pending[0].take(1)
+    cache.extend([0], [length + 1])
+    cache.commit([0], [range(1)])
+    assert table.blocks[0][:3] == [0, 0, 0]

@@ -390,10 +390,11 @@ class KVCache:
             length = self.lengths[slot]
             if any(node != place for place, node in enumerate(path)):
                 self._move(slot, [length + node for node in path], length)
-            self.lengths[slot] = length + len(path)
+            self.lengths[slot] = stop = length + len(path)
+            waiting = self.pending[slot].first
             for table in self.tables:
                 if table.pool.window is not None:
-                    table.let_go(slot, self.lengths[slot])
+                    table.let_go(slot, stop if waiting is None else min(stop, waiting))
 
     def _move(self, slot: int, kept: Sequence[int], length: int) -> None:
         """Store entries of a slot one behind the other from ``length`` on."""

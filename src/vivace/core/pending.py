@@ -29,6 +29,11 @@ class PendingKV:
         """Return the layers in front of which tokens wait, in rising order."""
         return sorted(self._blocks)
 
+    @property
+    def first(self) -> int | None:
+        """Return the position of the first token that waits, or None where none does."""
+        return min((int(positions[0]) for positions, _ in self._blocks.values()), default=None)
+
     def at(self, layer: int) -> Tensor:
         """Return the positions of the tokens that wait in front of a layer, (n,) in rising order."""
         return self._blocks[layer][0] if layer in self._blocks else torch.empty(0, dtype=torch.int64)
