@@ -38,7 +38,7 @@ def candidates_of(model: Decoder, cache: KVCache, sequences: Sequence[Decoding])
     """Run the beams of these sequences and return the best continuations of each; no search changes.
 
     Raises:
-        RequestFailed: a request's own processors failed.
+        RequestFailed: a request's own processors failed, or what its first token follows holds no numbers.
     """
     searches = [_search_of(sequence) for sequence in sequences]
     started = time.perf_counter()
@@ -50,6 +50,9 @@ def candidates_of(model: Decoder, cache: KVCache, sequences: Sequence[Decoding])
     firsts = list(accumulate((len(search.ids) for search in searches), initial=0))
     for sequence, search, (first, stop) in zip(sequences, searches, pairwise(firsts), strict=True):
         request = sequence.request
+        if not search.length:
+            with blaming(sequence.slot, "its first pass"):
+                sequence.require_numbers(hidden, first)
         if request.reads_prefix:
             with blaming(sequence.slot, "its logits processors"):
                 prompt = np.broadcast_to(request.tokens, (stop - first, len(request.tokens)))

@@ -20,6 +20,7 @@ from vivace.decode.memory import DRAFT_SLACK
 from vivace.decode.prefill import PrefillState, PromptPiece
 from vivace.decode.request import Emitted, FinishReason, Request
 from vivace.decode.stats import DecodeStats
+from vivace.errors import DecodingError
 
 
 @dataclass(eq=False)
@@ -119,6 +120,17 @@ class Sequence:
     def new_tokens(self) -> list[int]:
         """Return the tokens generated so far."""
         return self.tokens[len(self.request.tokens) :]
+
+    def require_numbers(self, hidden: Tensor, row: int) -> None:
+        """Refuse a first new token whose row of the residuals (T, D) holds infinities or what is no number.
+
+        Greedy decoding would take some token from it. Later tokens are not looked at: damaged weights show at once.
+
+        Raises:
+            DecodingError: it does.
+        """
+        if self.num_new == 0 and not bool(hidden[row].isfinite().all()):
+            raise DecodingError("the scores of the next token are not numbers; check the weights of the model")
 
     def take(self, block: Block) -> tuple[int, FinishReason | None]:
         """Add a block's tokens to the text. Return how many belong to it, and why no further one follows (or None)."""

@@ -443,6 +443,7 @@ class Session:
         for sequence, own in zip(sequences, blocks, strict=True):
             try:
                 with blaming(sequence.slot, "its stop rule or its guard"):
+                    sequence.require_numbers(hidden, own[0].rows[0])
                     for block in own:
                         if logprobs is not None and sequence.request.logprobs:
                             block.take_logprobs(logprobs[block.rows], sequence.request.num_top_logprobs)

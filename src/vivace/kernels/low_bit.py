@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vivace.errors import ConfigError, nearest
+from vivace.errors import ConfigError, CorruptError, nearest
 from vivace.kernels import exact, palette
 from vivace.kernels.exact import Exact, pack_exact
 from vivace.kernels.grid_codes import INPUTS, GridCodes
@@ -164,11 +164,20 @@ def quantise(weight: Tensor, format: Format) -> Rounded:
 
     The scales of q4 are searched by native kernels where there are any and in PyTorch (slowly) elsewhere. The results
     can differ where two candidate scales have the same error.
+
+    Raises:
+        CorruptError: a weight is infinite or no number, which its codes would not show.
     """
-    if format in PALETTES:
-        return palette.palettize(weight, PALETTES[format])
+    least, most = weight.aminmax()
+    if not bool((most - least).isfinite()):
+        shape = " x ".join(map(str, weight.shape))
+        raise CorruptError(
+            f"a matrix of {shape} has weights that are infinite or no numbers; the checkpoint is damaged"
+        )
     if format == "exact12":
         return pack_exact(weight)
+    if format in PALETTES:
+        return palette.palettize(weight, PALETTES[format])
     out_width, in_width = weight.shape
     groups = -(-in_width // GROUP)
     codes, scales = (torch.empty(shape, dtype=dtype) for shape, dtype in pieces_of(out_width, in_width, format))
