@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from vivace.errors import ConfigError, WorldError
-from vivace.parallel.links import INLINE_BYTES, MESSAGE, Links
+from vivace.parallel.links import DATA, FAILED, INLINE_BYTES, MESSAGE, Links
 from vivace.parallel.world import MOST_TIMEOUT_S, join
 
 
@@ -114,3 +115,42 @@ def test_a_reason_reaches_every_rank() -> None:
             links.message(0 if links is second else 1)
     with pytest.raises(WorldError, match="nowhere"):
         first.send(1, 1, b"", purpose="o")
+
+
+class Slow:
+    """A connection that gives the header and eight bytes first, during which ``meanwhile`` runs in another thread."""
+
+    def __init__(self, connection: socket.socket, meanwhile: Callable[[], object]) -> None:
+        self._connection, self._meanwhile = connection, meanwhile
+        self._is_first = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def recvmsg_into(self, parts: Sequence[memoryview], *how: int) -> Any:
+        if not self._is_first:
+            return self._connection.recvmsg_into(parts, *how)
+        self._is_first = False
+        found = self._connection.recvmsg_into([parts[0], *(part[:8] for part in parts[1:])], *how)
+        other = threading.Thread(target=self._meanwhile)
+        other.start()
+        other.join()
+        return found
+
+
+@pytest.mark.parametrize("kind", [DATA, MESSAGE])
+def test_looking_does_not_take_numbers_for_a_reason(pair: list[Links], kind: int) -> None:
+    """A server looks in another thread than the one that reads, and what comes next may then lie within a frame."""
+    threes = torch.full((32,), FAILED, dtype=torch.int32)  # bytes that begin as a rank does that gives up
+    pair[1].send(0, 1, threes, kind=kind, purpose="o")
+    pair[0].of[1].connection = Slow(pair[0].of[1].connection, lambda: pair[0].look())  # type: ignore[assignment]
+    if kind == DATA:
+        into = torch.zeros_like(threes)
+        pair[0].receive(1, 1, into)
+    else:
+        into = torch.frombuffer(pair[0].message(1), dtype=torch.int32)
+    assert torch.equal(into, threes)
+    with pytest.raises(WorldError):
+        pair[1].fail("rank 1 can no longer")
+    with pytest.raises(WorldError, match="can no longer"):
+        pair[0].look()

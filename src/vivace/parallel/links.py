@@ -74,6 +74,8 @@ class Link:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         _set_timeout(connection, socket.SO_RCVTIMEO, min(LOOK_S, timeout_s))
         _set_timeout(connection, socket.SO_SNDTIMEO, timeout_s)
+        self.reading = threading.Lock()
+        """Held while a frame is read, from its header to its end."""
         self._changed = threading.Condition()
         self._unsent: deque[Sequence[memoryview]] = deque()
         self._is_writing = False
@@ -152,7 +154,7 @@ class Link:
 
 
 class Links:
-    """All links of one rank. Only one thread uses them at a time."""
+    """All links of one rank. Only one thread sends at a time, and one reads what a rank sends; any may look."""
 
     def __init__(
         self, rank: int, connections: Mapping[int, socket.socket], timeout_s: float, *, linger_s: float = 0.0
@@ -204,10 +206,11 @@ class Links:
         self._check()
         header, views = bytearray(HEADER.size), [view_of(part) for part in into]
         expected = sum(map(len, views))
-        count = self._read(rank, [memoryview(header), *views])
-        kind, found, size = HEADER.unpack(header)
-        if kind == FAILED:
-            self._told(rank, size, b"".join(views)[: count - HEADER.size])
+        with self.of[rank].reading:
+            count = self._read(rank, [memoryview(header), *views])
+            kind, found, size = HEADER.unpack(header)
+            if kind == FAILED:
+                self._told(rank, size, b"".join(views)[: count - HEADER.size])
         if (kind, found, size) != (DATA, tag, expected):
             self.fail(
                 f"rank {rank} sent a frame ({kind}, {found}, {size} bytes) where rank {self.rank} waits for "
@@ -226,15 +229,16 @@ class Links:
         """
         self._check()
         header = bytearray(HEADER.size)
-        self._read(rank, [memoryview(header)], is_idle=is_idle)
-        kind, _, size = HEADER.unpack(header)
-        if kind == FAILED:
-            self._told(rank, size, b"")
-        if kind != MESSAGE or size > 1 << 40:
-            self.fail(f"rank {rank} sent a frame of kind {kind} where rank {self.rank} waits for a message")
-        payload = bytearray(size)
-        if size:
-            self._read(rank, [memoryview(payload)])
+        with self.of[rank].reading:
+            self._read(rank, [memoryview(header)], is_idle=is_idle)
+            kind, _, size = HEADER.unpack(header)
+            if kind == FAILED:
+                self._told(rank, size, b"")
+            if kind != MESSAGE or size > 1 << 40:
+                self.fail(f"rank {rank} sent a frame of kind {kind} where rank {self.rank} waits for a message")
+            payload = bytearray(size)
+            if size:
+                self._read(rank, [memoryview(payload)])
         return payload
 
     def look(self) -> None:
@@ -329,20 +333,33 @@ class Links:
 
     def _look_around(self, waiting_for: int | None) -> None:
         """Raise an error if a rank other than the one that is waited for is gone or has given up."""
-        for rank, link in self.of.items():
+        for rank in self.of:
             if rank == waiting_for:
                 continue
             try:
-                found = link.connection.recv(HEADER.size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                continue
+                found = self._next(rank)
             except OSError as error:
                 self._lost(rank, error)
-                continue
-            if not found:
+            if found == b"":
                 self._lost(rank, None)
-            if len(found) == HEADER.size and HEADER.unpack(found)[0] == FAILED:
+            if found is not None and _is_reason(found):
                 self.message(rank)
+
+    def _next(self, rank: int) -> bytes | None:
+        """Return how a rank's next frame begins, which stays to be read, and nothing where the connection has ended.
+
+        None says that there is none yet, or that a frame is being read: what comes next may then be any numbers, and
+        whoever reads it sees how it ends.
+        """
+        link = self.of[rank]
+        if not link.reading.acquire(blocking=False):
+            return None
+        try:
+            return link.connection.recv(HEADER.size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        finally:
+            link.reading.release()
 
     def _told(self, rank: int, size: int, begun: bytes) -> NoReturn:
         """Read the rest of the reason that a rank gives, and end with it."""
@@ -356,10 +373,10 @@ class Links:
         """End with the rank whose connection is lost, unless another one has said why."""
         if self.failure is not None:
             raise self.failure
-        for other, link in self.of.items():
+        for other in self.of:
             with suppress(OSError):
-                found = link.connection.recv(HEADER.size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-                if len(found) == HEADER.size and HEADER.unpack(found)[0] == FAILED:
+                found = self._next(other)
+                if found is not None and _is_reason(found):
                     self.message(other)
         why = ""
         if error is not None and not isinstance(error, ConnectionResetError | BrokenPipeError):
@@ -374,6 +391,11 @@ class Links:
                 with suppress(OSError):
                     _set_timeout(link.connection, socket.SO_SNDTIMEO, 1.0)
                     link.connection.sendall(HEADER.pack(FAILED, 0, len(payload)) + payload)
+
+
+def _is_reason(begun: bytes) -> bool:
+    """Return whether a frame that begins so says why a rank gives up."""
+    return len(begun) == HEADER.size and HEADER.unpack(begun)[0] == FAILED
 
 
 def view_of(part: Tensor | bytes) -> memoryview:
