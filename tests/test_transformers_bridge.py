@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import vivace
@@ -286,6 +292,11 @@ def test_a_dictionary_carries_statistics(model, ragged) -> None:
         {"do_sample": True, "num_beams": 2},
         {"output_attentions": True},
         {"guidance_scale": 1.5},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "low"},
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 1},
+        {"use_mtp": True},
     ],
     ids=str,
 )
@@ -439,3 +450,20 @@ def test_a_search_that_finds_fewer_texts_than_asked_for_has_all_rows(model, ragg
     ours = model.generate(**ragged, custom_generate=vivace.custom_generate, **asked)
     assert ours.sequences.tolist() == theirs.sequences.tolist()
     assert torch.allclose(ours.sequences_scores, theirs.sequences_scores, rtol=1e-4)
+
+
+def test_what_generate_would_not_look_at_is_not_refused(model, ragged) -> None:
+    """Without top_k a penalty of contrastive search changes nothing there."""
+    asked: dict[str, Any] = {"penalty_alpha": 0.6, "top_k": 1, "max_new_tokens": 4, "do_sample": False}
+    theirs = model.generate(**ragged, **asked)
+    assert torch.equal(model.generate(**ragged, custom_generate=vivace.custom_generate, **asked), theirs)
+
+
+@pytest.mark.parametrize("settings", [{"method": "plain"}, {"method": "lookup"}], ids=str)
+def test_a_watermark_remembers_each_row_by_itself(model, ragged, settings: dict[str, Any]) -> None:
+    for count in (1, 3):
+        rows = {name: value[-count:] for name, value in ragged.items()}
+        mark = SynthIDTextWatermarkingConfig(keys=[5, 9, 13], ngram_len=2, context_history_size=8)
+        asked = {**rows, "max_new_tokens": 24, "do_sample": False, "watermarking_config": mark}
+        ours = model.generate(**asked, custom_generate=vivace.custom_generate, **settings)
+        assert torch.equal(ours, model.generate(**asked))

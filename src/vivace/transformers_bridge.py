@@ -149,7 +149,7 @@ def custom_generate(
             stop=StopRule(end_tokens=criteria.end_tokens, criterion=criteria.criterion(ids)),
             seed=seeds[row],
             processors=tuple(
-                _of_row(processor, row * batch.width, len(input_ids), ids[:padded]) for processor in logits_processor
+                _of_row(processor, row * batch.width, len(input_ids), ids, padded) for processor in logits_processor
             ),
             beams=beams,
             source=batch.sources[row],
@@ -251,6 +251,12 @@ def _refuse(config: Any, beams: BeamPlan | None) -> None:
         wanted.append("output_scores")
     asked = [name for name in wanted if getattr(config, name, False)]
     asked += ["guidance_scale"] if (getattr(config, "guidance_scale", None) or 1) != 1 else []
+    drafting = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+    asked += [name for name in (*drafting, "dola_layers") if getattr(config, name, None)]
+    is_greedy = beams is None and not config.do_sample
+    asked += (
+        ["penalty_alpha"] if is_greedy and getattr(config, "penalty_alpha", None) and (config.top_k or 0) > 1 else []
+    )
     if beams is not None:
         asked += [name for name in ("do_sample", "constraints", "force_words_ids") if getattr(config, name, None)]
         asked += [name for name in ("num_beam_groups",) if (getattr(config, name, None) or 1) > 1]
@@ -347,9 +353,9 @@ def _tell(model: Any, what: str) -> None:
         log.warning(what)
 
 
-def _of_row(processor: Any, row: int, num_rows: int, padding: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+def _of_row(processor: Any, row: int, num_rows: int, prompt: Tensor, padded: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a prepared processor for one of ``num_rows`` rows of the batch, those repeated for beams counted; it is
-    called with the row's padding put in front.
+    called with the ``padded`` tokens of padding put in front with which the row's prompt begins.
     """
     from transformers import generation
 
@@ -368,7 +374,36 @@ def _of_row(processor: Any, row: int, num_rows: int, padding: Tensor) -> Callabl
         place = row * processor.batch_size // num_rows
         processor = copy.copy(processor)
         processor.generated_ngrams, processor.batch_size = processor.generated_ngrams[place : place + 1], 1
-    return lambda ids, scores: processor(torch.cat((padding[None].to(ids), ids), 1), scores)
+    if isinstance(processor, generation.SynthIDTextWatermarkLogitsProcessor):  # it remembers the last call
+        processor = _Watermark(processor, len(prompt))
+    padding = prompt[None, :padded]
+    return lambda ids, scores: processor(torch.cat((padding.to(ids), ids), 1), scores)
+
+
+class _Watermark:
+    """A SynthID watermark of one row, which takes each call for the next token of the text before.
+
+    Calls of drafted tokens may be for others, so what it remembers is kept after each token.
+    """
+
+    def __init__(self, processor: Any, num_prompt: int) -> None:
+        self._processor = copy.copy(processor)
+        self._num_prompt = num_prompt
+        self._tokens: list[int] = []
+        self._states: list[Any] = []
+        """By number of new tokens, what it remembered when it had been called behind them."""
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        tokens = ids[0, self._num_prompt :].tolist()
+        pairs = enumerate(zip(tokens, self._tokens, strict=False))
+        num_same = next((at for at, (new, old) in pairs if new != old), min(len(tokens), len(self._tokens)))
+        del self._states[min(num_same + 1, len(tokens)) :]
+        self._tokens, marked = tokens, scores
+        for count in range(len(self._states), len(tokens) + 1):
+            self._processor.state = copy.copy(self._states[-1]) if self._states else None
+            marked = self._processor(ids[:, : self._num_prompt + count], scores)
+            self._states.append(self._processor.state)
+        return marked
 
 
 @dataclass(frozen=True)
