@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import re
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -20,7 +18,7 @@ from vivace.checkpoint.gguf.file import Entry, write_gguf
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.errors import VivaceError
 from vivace.evaluate.benchmark import BenchmarkPrompt
-from vivace.evaluate.llamacpp import LlamaCpp, LlamaCppPeer, enter_llama_cpp
+from vivace.evaluate.llamacpp import LlamaCppPeer, enter_llama_cpp
 
 LLAMA_CPP_WEIGHTS = {"bf16": "llama.cpp", "int8": "llama.cpp-q8_0", "q4": "llama.cpp-q4_0", "lut3": "llama.cpp-q3_k_s"}
 """What llama.cpp runs beside a format of ours: the nearest that it has."""
@@ -78,31 +76,6 @@ def write_lora_gguf(folder: Path, out: Path) -> None:
     write_gguf(out, {**keys, "adapter.lora.alpha": rank}, entries)
 
 
-class LlamaCppLoras:
-    """A checkpoint in llama.cpp with LoRAs, of which all sequences of a context wear the same or none."""
-
-    def __init__(self, peer: LlamaCppPeer, files: Sequence[Path]) -> None:
-        """Load the files of LoRAs beside the model.
-
-        Raises:
-            VivaceError: llama.cpp does not take one.
-        """
-        self.peer = peer
-        self._engine: LlamaCpp = peer.engine
-        self._lib: Any = peer.engine._lib
-        self._loras = [self._lib.llama_adapter_lora_init(self._engine._model, str(file).encode()) for file in files]
-        if not all(self._loras):
-            raise VivaceError("llama.cpp does not take one of these LoRAs")
-
-    def wear(self, number: int | None) -> None:
-        """Let what is decoded from now on wear a LoRA, or none."""
-        chosen = [] if number is None else [self._loras[number]]
-        loras = (self._lib.llama_adapter_lora_p_ctypes * len(chosen))(*chosen)
-        scales = (ctypes.c_float * len(chosen))(*(1.0 for _ in chosen))
-        if self._lib.llama_set_adapters_lora(self._engine._context, loras, len(chosen), scales):
-            raise VivaceError("llama.cpp does not wear this LoRA")
-
-
 def llama_cpp_speeds(
     model: Path, weights: str, loras: Mapping[str, Path], prompts: Sequence[str], asked: argparse.Namespace
 ) -> dict[str, float]:
@@ -117,10 +90,9 @@ def llama_cpp_speeds(
     (peer,) = enter_llama_cpp(names, model, batch, max_new_tokens=asked.tokens, batch_size=len(batch))
     endless = LlamaCppPeer(peer.name, peer.engine, peer.max_new_tokens, frozenset())
     with tempfile.TemporaryDirectory(prefix="vivace-gguf-") as place:
-        files = [Path(place) / f"{name}.gguf" for name in loras]
-        for folder, file in zip(loras.values(), files, strict=True):
-            write_lora_gguf(folder, file)
-        worn = LlamaCppLoras(endless, files)
+        for name, folder in loras.items():
+            write_lora_gguf(folder, Path(place) / f"{name}.gguf")
+            peer.engine.add_lora(Path(place) / f"{name}.gguf")
     ways: dict[str, list[tuple[list[BenchmarkPrompt], int | None]]] = {
         "one on the base": [(batch[:1], None)],
         "one with a LoRA": [(batch[:1], 0)],
@@ -130,15 +102,16 @@ def llama_cpp_speeds(
     found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(asked.repeats + 1):
         for way, calls in ways.items():
-            found[way].append(_speed(worn, calls))
+            found[way].append(_speed(endless, calls))
     return {way: statistics.median(each[1:]) for way, each in found.items()}
 
 
-def _speed(worn: LlamaCppLoras, calls: Sequence[tuple[list[BenchmarkPrompt], int | None]]) -> float:
+def _speed(peer: LlamaCppPeer, calls: Sequence[tuple[list[BenchmarkPrompt], int | None]]) -> float:
+    """Answer batches, each with the LoRA of a number or with none, and return tokens per second."""
     num_tokens, seconds = 0, 0.0
-    for batch, number in calls:
-        worn.wear(number)
-        trial = worn.peer.answer(batch)
+    for batch, lora in calls:
+        peer.engine.wear(lora)
+        trial = peer.answer(batch)
         num_tokens += sum(map(len, trial.token_ids)) - trial.num_first_tokens
         seconds += trial.decode_s
     return num_tokens / seconds

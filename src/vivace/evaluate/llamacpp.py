@@ -127,6 +127,7 @@ class LlamaCpp:
         """Number of bytes of the weights."""
         self.num_entries = int(settings.n_ctx)
         """Number of cache entries, all sequences together."""
+        self._loras: list[Any] = []
         self._memory = lib.llama_get_memory(self._context)
         self._vocab_size = int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self._model)))
         self._batch = _LlamaBatch(lib, settings.n_batch)
@@ -145,6 +146,30 @@ class LlamaCpp:
     def forget(self, sequence: int = -1, start: int = 0) -> None:
         """Empty the cache of a sequence, or of all (-1), from a position on."""
         self._lib.llama_memory_seq_rm(self._memory, sequence, start, -1)
+
+    def add_lora(self, path: Path) -> int:
+        """Load a LoRA's GGUF file beside the model and return its number.
+
+        Raises:
+            VivaceError: llama.cpp does not take it.
+        """
+        lora = self._lib.llama_adapter_lora_init(self._model, str(path).encode())
+        if not lora:
+            raise VivaceError(f"llama.cpp does not take {path} beside this model")
+        self._loras.append(lora)
+        return len(self._loras) - 1
+
+    def wear(self, lora: int | None) -> None:
+        """Let all sequences wear a LoRA from the next pass on, or none; they cannot wear different ones.
+
+        Raises:
+            VivaceError: llama.cpp refuses.
+        """
+        chosen = [] if lora is None else [self._loras[lora]]
+        loras = (self._lib.llama_adapter_lora_p_ctypes * len(chosen))(*chosen)
+        scales = (ctypes.c_float * len(chosen))(*(1.0 for _ in chosen))
+        if self._lib.llama_set_adapters_lora(self._context, loras, len(chosen), scales):
+            raise VivaceError("llama.cpp does not wear this LoRA")
 
     def _logits(self, row: int) -> npt.NDArray[np.float32]:
         """Return the logits (V,) of a row as a view of llama.cpp's memory."""
