@@ -56,9 +56,21 @@ def _judged(way: Mapping[str, Any], lost: Mapping[str, Any]) -> tuple[str, str, 
         for own in way["judgements"]
         if own["perplexity"] is not None and own["accuracy"] is None
     ]
-    choices = "" if way["mean_accuracy"] is None else f"{way['mean_accuracy']:.1%}, {way['stored_accuracy']:.1%}"
+    choices = ""
+    if way["mean_accuracy"] is not None:
+        choices = f"{way['mean_accuracy']:.1%}, {way['stored_accuracy']:.1%}{_change(way)}"
     nats, points = (_won_back(of(way), of(lost)) for of in (_lost_nats, _lost_points))
     return choices, "; ".join(texts), nats, points
+
+
+def _change(way: Mapping[str, Any]) -> str:
+    """Return the interval of the change of the mean over tasks, from those of the tasks, which are independent."""
+    found = [own["by_byte_change"] for own in way["judgements"] if own["by_byte_change"] is not None]
+    mean = sum(change["estimate"] for change in found) / len(found)
+    low, high = (
+        sum((change[end] - change["estimate"]) ** 2 for change in found) ** 0.5 / len(found) for end in ("low", "high")
+    )
+    return f" ({100 * (mean - low):+.1f} to {100 * (mean + high):+.1f})"
 
 
 def _won_back(own: float | None, before: float | None) -> str:
@@ -87,7 +99,7 @@ def _judged_on(ways: Mapping[str, Any]) -> str:
     rows = ", ".join(f"{own['task']} ({own['num_rows']})" for own in judged)
     return (
         f'Judged on rows of {rows}; "won back" is of what {BEFORE} loses to the stored model, and right choices are '
-        "the mean over tasks by likelihood a byte."
+        "the mean over tasks by likelihood a byte, in brackets the 95 % interval of its change in points."
     )
 
 

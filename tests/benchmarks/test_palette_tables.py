@@ -15,7 +15,8 @@ def test_bits_stand_beside_what_is_lost(tmp_path: Path) -> None:
     assert palette_tables.quality(tmp_path) == NO_RUN
     way = {"folder": "rtn", "matrix_bits": 3.25, "all_bits": 3.6, "predicted": None, "kl": 0.08, "loss": 1.5}
     right = {"accuracy": 0.6, "perplexity": 9.0, "task": "piqa", "num_rows": 200}
-    text = {"accuracy": None, "perplexity": 21.0, "task": "wiki", "num_rows": 20}
+    right |= {"by_byte_change": {"estimate": -0.1, "low": -0.16, "high": -0.02}}
+    text = {"accuracy": None, "perplexity": 21.0, "task": "wiki", "num_rows": 20, "by_byte_change": None}
     judged = {"judgements": [right, text], "mean_accuracy": 0.6, "stored_accuracy": 0.7}
     judged |= {"stored_perplexity": {"piqa": 8.0, "wiki": 18.0}}
     setting = {"model": "m", "tokens": 16384, "data": ["a.jsonl"]}
@@ -24,7 +25,7 @@ def test_bits_stand_beside_what_is_lost(tmp_path: Path) -> None:
     written = palette_tables.quality(tmp_path)
     assert "rounded on 16,384 tokens of a.jsonl" in written
     assert "| rtn | 3.25 | 3.60 | 0.0800 | +0.2500 |  |  |  |  |" in written
-    assert "| gptq | 3.25 | 3.60 | 0.0200 | +0.2500 | 60.0%, 70.0% | 21.0, 18.0 |  |  |" in written
+    assert "| gptq | 3.25 | 3.60 | 0.0200 | +0.2500 | 60.0%, 70.0% (-16.0 to -2.0) | 21.0, 18.0 |  |  |" in written
 
 
 def test_what_is_won_back_stands_beside_what_was_lost(tmp_path: Path) -> None:
@@ -32,9 +33,14 @@ def test_what_is_won_back_stands_beside_what_was_lost(tmp_path: Path) -> None:
 
     def way(nll: float, share: float, kl: float | None) -> dict[str, object]:
         bits = {"matrix_bits": 3.25, "all_bits": 3.6, "kl": kl, "loss": kl, "stored_loss": 1.0}
-        text = {"accuracy": None, "perplexity": 9.0, "nll": nll, "task": "wiki", "num_rows": 5}
+        text = {"accuracy": None, "perplexity": 9.0, "nll": nll, "task": "wiki", "num_rows": 5, "by_byte_change": None}
         choice = {"accuracy": share, "perplexity": 9.0, "nll": 2.0, "task": "piqa", "num_rows": 7}
-        judged = {"judgements": [choice, text], "mean_accuracy": share, "stored_accuracy": 0.7}
+        choice |= {"by_byte_change": {"estimate": share - 0.7, "low": share - 0.8, "high": share - 0.6}}
+        other = choice | {
+            "task": "arc",
+            "by_byte_change": {"estimate": share - 0.7, "low": share - 0.7, "high": share - 0.7},
+        }
+        judged = {"judgements": [choice, other, text], "mean_accuracy": share, "stored_accuracy": 0.7}
         stored = {"piqa": 2.0, "wiki": 3.0}
         return bits | judged | {"stored_perplexity": stored, "stored_nll": stored}
 
@@ -42,9 +48,12 @@ def test_what_is_won_back_stands_beside_what_was_lost(tmp_path: Path) -> None:
     ways = {"k-means, weighted": way(4.0, 0.6, 0.9), "gptq + recovery": way(3.2, 0.65, None)}
     (tmp_path / "one.json").write_text(json.dumps({"provenance": MACHINE, "setting": setting, "ways": ways}))
     written = palette_tables.quality(tmp_path)
-    assert "| gptq + recovery | 3.25 | 3.60 |  |  | 65.0%, 70.0% | 9.0, 3.0 | 80% | 50% |" in written
-    assert "| k-means, weighted | 3.25 | 3.60 | 0.9000 | -0.1000 | 60.0%, 70.0% | 9.0, 3.0 | 0% | 0% |" in written
-    assert "Judged on rows of piqa (7), wiki (5)" in written
+    assert "| gptq + recovery | 3.25 | 3.60 |  |  | 65.0%, 70.0% (-10.0 to +0.0) | 9.0, 3.0 | 80% | 50% |" in written
+    assert (
+        "| k-means, weighted | 3.25 | 3.60 | 0.9000 | -0.1000 | 60.0%, 70.0% (-15.0 to -5.0) | 9.0, 3.0 | 0% | 0% |"
+        in written
+    )
+    assert "Judged on rows of piqa (7), arc (7), wiki (5)" in written
 
 
 def test_passes_stand_beside_those_of_q4(tmp_path: Path) -> None:
