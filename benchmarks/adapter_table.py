@@ -67,6 +67,7 @@ def _beside_llama_cpp(ours: Mapping[str, float], theirs: Mapping[str, float]) ->
             "llama.cpp, one request with a LoRA, beside its base",
             f"{one:.0f}",
             f"{one / theirs['one on the base']:.2f}x",
+            "",
         ),
         ("the same; ours beside it", f"{one:.0f}", f"{ours['one with a LoRA'] / one:.2f}x", ""),
         (
