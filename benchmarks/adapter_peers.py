@@ -8,6 +8,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from vivace.checkpoint.gguf.blocks import find_kind
 from vivace.checkpoint.gguf.file import Entry, write_gguf
+from vivace.checkpoint.peft import TENSORS
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.errors import VivaceError
 from vivace.evaluate.benchmark import BenchmarkPrompt
@@ -64,7 +66,7 @@ def write_lora_gguf(folder: Path, out: Path) -> None:
     Queries and keys keep their order of rows, which llama.cpp has otherwise: the file is for timing only.
     """
     entries = []
-    for name, value in load_file(folder / "adapter_model.safetensors").items():
+    for name, value in load_file(folder / TENSORS).items():
         found = _FACTOR.search(name)
         if found is None:
             raise VivaceError(f"{folder}: {name} is no factor of a Llama's LoRA")
@@ -88,7 +90,7 @@ def llama_cpp_speeds(
     batch = [BenchmarkPrompt(prompt, tuple(tokenizer.encode(prompt))) for prompt in prompts]
     names = [LLAMA_CPP_WEIGHTS[weights]]
     (peer,) = enter_llama_cpp(names, model, batch, max_new_tokens=asked.tokens, batch_size=len(batch))
-    endless = LlamaCppPeer(peer.name, peer.engine, peer.max_new_tokens, frozenset())
+    endless = replace(peer, end_tokens=frozenset())
     with tempfile.TemporaryDirectory(prefix="vivace-gguf-") as place:
         for name, folder in loras.items():
             write_lora_gguf(folder, Path(place) / f"{name}.gguf")

@@ -253,10 +253,8 @@ def _refuse(config: Any, beams: BeamPlan | None) -> None:
     asked += ["guidance_scale"] if (getattr(config, "guidance_scale", None) or 1) != 1 else []
     drafting = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
     asked += [name for name in (*drafting, "dola_layers") if getattr(config, name, None)]
-    is_greedy = beams is None and not config.do_sample
-    asked += (
-        ["penalty_alpha"] if is_greedy and getattr(config, "penalty_alpha", None) and (config.top_k or 0) > 1 else []
-    )
+    is_contrastive = getattr(config, "penalty_alpha", None) and (config.top_k or 0) > 1
+    asked += ["penalty_alpha"] if is_contrastive and beams is None and not config.do_sample else []
     if beams is not None:
         asked += [name for name in ("do_sample", "constraints", "force_words_ids") if getattr(config, name, None)]
         asked += [name for name in ("num_beam_groups",) if (getattr(config, name, None) or 1) > 1]
