@@ -372,14 +372,21 @@ def read_metadata(path: Path) -> dict[str, str]:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write one safetensors file that transformers can read, with further metadata; call it inside ``staged``.
 
-    It may be read by whom other new files may be read by; safetensors itself writes files that are their owner's alone.
+    The same tensors and metadata make the same bytes, and the file may be read by whom other new files may be read by;
+    safetensors itself writes metadata in an order that changes from call to call, and files that are their owner's
+    alone.
     """
     facts = {"format": "pt", **(metadata or {})}
     path.touch()
     mode = path.stat().st_mode
     save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path, metadata=facts)
     path.chmod(mode)
-    with path.open("rb") as file:
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = {**json.loads(file.read(size)), "__metadata__": dict(sorted(facts.items()))}
+        file.seek(8)
+        file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
+        file.flush()
         os.fsync(file.fileno())
 
 
