@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
+from vivace.checkpoint.load import coded_of, open_checkpoint
 from vivace.cli.app import run
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
-from vivace.kernels.coded import PaletteCodes
+from vivace.kernels.coded import PaletteCodes, RowCodes
 from vivace.palette.entries import TrainedEntries
 from vivace.palette.rounding import round_matrix
 from vivace.palette.training import ClusteredLinear
@@ -188,10 +190,38 @@ def test_it_begins_at_a_folder(base: Path, tmp_path: Path) -> None:
     away, own = (dict(engine.model.named_parameters()) for engine in (first, out))
     same = [float((own[name] == value).float().mean()) for name, value in away.items() if value.dim() == 2]
     assert min(same) > 0.5
-    with pytest.raises(MismatchError, match=r"no palette of .*3 bits, integers with scales"):
+    with pytest.raises(MismatchError, match=r"has 2 bits in .*, and the recipe says 3"):
         trained(base, tmp_path / "other", replace(still, bits=3))
+    with pytest.raises(MismatchError, match=r"has integers with scales in .*, and the recipe says otherwise"):
+        trained(base, tmp_path / "other", replace(still, has_scales=False))
     with pytest.raises(MismatchError, match="no palette of"):
         trained(base, tmp_path / "other", replace(still, init=str(base)))
+
+
+@pytest.mark.parametrize("trains", ["entries", "codes"])
+def test_a_folder_with_mixed_bits_is_trained_as_it_is(
+    base: Path, tmp_path: Path, trains: Literal["entries", "codes"]
+) -> None:
+    """Every palette keeps its own number of bits, and matrices of eight bits are written as they were."""
+    save_prompts(tmp_path / "rows.jsonl", rows())
+    words = ["compress", tmp_path / "first", "--model", base, "--bpw", "4.4", "--data", tmp_path / "rows.jsonl"]
+    assert run([*map(str, words), "--tokens", "512", "--method", "rtn", "--quiet"]) == 0
+    first = coded_of(tmp_path / "first", open_checkpoint(base).plan)
+    assert len({codes.kind for codes in first.values()}) > 2
+    recipe = replace(RECIPE, trains=trains, init=str(tmp_path / "first"), bits=None)
+    last = trained(base, tmp_path / "out", recipe)[-1]
+    assert "training came no nearer" not in last
+    out = coded_of(tmp_path / "out", open_checkpoint(base).plan)
+    assert {name: codes.kind for name, codes in out.items()} == {name: codes.kind for name, codes in first.items()}
+    for name, codes in first.items():
+        made = out[name].dense()
+        assert torch.equal(made, codes.dense()) == isinstance(codes, RowCodes)
+
+
+def test_a_folder_of_eight_bits_has_nothing_to_train(base: Path, tmp_path: Path) -> None:
+    assert run(["compress", str(tmp_path / "first"), "--model", str(base), "--bits", "8", "--quiet"]) == 0
+    with pytest.raises(MismatchError, match="eight bits, and training is of palettes"):
+        trained(base, tmp_path / "out", replace(RECIPE, init=str(tmp_path / "first"), bits=None))
 
 
 def test_a_run_is_not_resumed_on_other_codes(base: Path, tmp_path: Path) -> None:

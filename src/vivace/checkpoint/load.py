@@ -32,7 +32,7 @@ from vivace.core.cross import Sources
 from vivace.core.model import Decoder
 from vivace.core.parts import DenseParts, Parts
 from vivace.errors import ConfigError, MismatchError, NotFoundError, UnsupportedError
-from vivace.kernels.coded import Coded, PaletteCodes, RowCodes, stacked
+from vivace.kernels.coded import Coded, RowCodes, stacked
 from vivace.kernels.grid_codes import grid_rows
 from vivace.kernels.low_bit import Weights
 
@@ -399,8 +399,8 @@ def _coded(target: Target, stored: Tensors, backend: Backend, *, is_table: bool)
     return found if not is_table or isinstance(found, RowCodes) else None
 
 
-def palettes_of(folder: Path, table: Mapping[str, Target]) -> dict[str, PaletteCodes]:
-    """Return the matrices of a folder that are palettes, by the names of our parameters.
+def coded_of(folder: Path, table: Mapping[str, Target]) -> dict[str, Coded]:
+    """Return the matrices that a folder of palettes has in few bits, by the names of our parameters.
 
     Args:
         folder: the folder.
@@ -412,12 +412,12 @@ def palettes_of(folder: Path, table: Mapping[str, Target]) -> dict[str, PaletteC
     stored = open_tensors(folder)
     if not isinstance(stored, PaletteTensors):
         return {}
-    found: dict[str, PaletteCodes] = {}
+    found: dict[str, Coded] = {}
     for name, target in table.items():
         if all(piece.name in stored.names for piece in target.pieces):
             parts = [part for piece in target.pieces if (part := stored.coded(piece.name)) is not None]
             whole = stacked(parts) if len(parts) == len(target.pieces) else None
-            if isinstance(whole, PaletteCodes):
+            if whole is not None:
                 found[name] = whole
     return found
 

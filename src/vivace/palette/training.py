@@ -210,21 +210,21 @@ def with_clusters(
     Args:
         student: the decoder to change.
         stored: the weights as they are stored, by the names of the parameters.
-        codes: what they were rounded to.
+        codes: what they were rounded to; a matrix that is not among them stays as it is.
         rounds: updates of the centroids in each step.
     """
-    made = {}
-    for name, part in matrices(student).items():
-        made[name] = ClusteredLinear(stored[name], codes[name], _bias_of(part), rounds)
+    made, parts = {}, matrices(student)
+    for name, found in codes.items():
+        made[name] = ClusteredLinear(stored[name], found, _bias_of(parts[name]), rounds)
         _replace(student, name, made[name])
     return made
 
 
 def with_entries(student: Decoder, codes: Mapping[str, PaletteCodes]) -> dict[str, TrainedEntries]:
-    """Replace the matrices of a decoder's layers by palettes whose entries are trained, and return them by name."""
-    made = {}
-    for name, part in matrices(student).items():
-        made[name] = TrainedEntries(codes[name], _bias_of(part))
+    """Replace matrices of a decoder's layers by palettes whose entries are trained, and return them by name."""
+    made, parts = {}, matrices(student)
+    for name, found in codes.items():
+        made[name] = TrainedEntries(found, _bias_of(parts[name]))
         _replace(student, name, made[name])
     return made
 

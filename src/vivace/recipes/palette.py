@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vivace.checkpoint.files import resolve
-from vivace.checkpoint.load import load_decoder, open_checkpoint, palettes_of
+from vivace.checkpoint.load import coded_of, load_decoder, open_checkpoint
 from vivace.core.layers import Linear
 from vivace.core.model import Decoder
 from vivace.engine import load
@@ -37,6 +37,9 @@ from vivace.train.data import sample_of
 from vivace.train.distillation import DistillationLoss
 from vivace.train.optim import OptimiserConfig
 
+FEW = 3
+"""Bits of a code where neither recipe nor folder says how many."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PaletteRecipe(FrozenRecipe):
@@ -46,13 +49,13 @@ class PaletteRecipe(FrozenRecipe):
     loop: LoopConfig = field(default_factory=lambda: LoopConfig(steps=100, warmup_steps=5))
     optimiser: OptimiserConfig = field(default_factory=lambda: OptimiserConfig(adamw_rate=0.008))
     """Rates are shares of the mean distance of neighbouring entries."""
-    bits: int = 3
-    """Bits of a code in every matrix of the layers."""
+    bits: int | None = None
+    """Bits of a code in every matrix of the layers; those that ``init`` has where None, or 3."""
     trains: Literal["codes", "entries"] = "entries"
     """What is trained: what the codes stand for, scales where there are any and entries elsewhere, which is little and
     learns from little text; or the weights, and with them codes and entries, by clustering (eDKM)."""
-    has_scales: bool = True
-    """Whether entries are integers with scales, or bfloat16."""
+    has_scales: bool | None = None
+    """Whether entries are integers with scales, or bfloat16; as in ``init`` where None, or integers."""
     rounds_ends: bool = True
     """Whether embedding and head take eight bits in the folder."""
     rounds: int = 1
@@ -67,13 +70,14 @@ class PaletteRecipe(FrozenRecipe):
     """Tokens of text for GPTQ, whose codes training begins with."""
     init: str = ""
     """Folder of palettes of this model whose codes, entries and scales training begins with instead, as ``vivace
-    compress`` writes it; a run that is resumed then rounds nothing again."""
+    compress`` writes it; a run that is resumed then rounds nothing again. Matrices that have eight bits there keep
+    them."""
     loss: DistillationLoss = field(default_factory=DistillationLoss)
     tokens_per_batch: int = 1024
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bits not in BITS:
+        if self.bits is not None and self.bits not in BITS:
             raise ConfigError(f"bits are 2, 3 or 4, found {self.bits}")
         if not 0 < self.last_share <= self.share:
             raise ConfigError(f"shares fall and stay above 0, found {self.share:g} and {self.last_share:g}")
@@ -91,7 +95,7 @@ class PaletteRecipe(FrozenRecipe):
         """Round the model by GPTQ, or read how it was rounded, and return what trains from there.
 
         Raises:
-            MismatchError: the folder to begin with has other matrices, or other bits.
+            MismatchError: the folder to begin with has other matrices, or others than the recipe asks for.
         """
         return PaletteTraining(self, context)
 
@@ -106,7 +110,7 @@ class PaletteTraining(Trainable):
         engine, note = context.engine, context.report.note
         self.texts = _texts(recipe, context)
         self.settings = CompressConfig(
-            recipe.bits, method="gptq", has_scales=recipe.has_scales, rounds_ends=recipe.rounds_ends
+            recipe.bits or FEW, method="gptq", has_scales=recipe.has_scales is not False, rounds_ends=recipe.rounds_ends
         )
         self.source = open_checkpoint(engine.folder)
         student = load_decoder(engine.folder, dtype="float32")
@@ -125,39 +129,46 @@ class PaletteTraining(Trainable):
         note(f"{self.begun_by}: {self.begun.kl:.4f} nats a token from the stored model on rows held back")
         self.parts: Mapping[str, PalettePart]
         self.objective: PaletteObjective
+        palettes = {name: codes for name, codes in self.first.items() if isinstance(codes, PaletteCodes)}
         if recipe.trains == "entries":
-            self.parts = with_entries(student, self.first)
+            self.parts = with_entries(student, palettes)
             self.objective = PaletteObjective(student, self.parts, recipe.loss)
         else:
-            self.parts = clustered = with_clusters(student, stored, self.first, recipe.rounds)
+            self.parts = clustered = with_clusters(student, stored, palettes, recipe.rounds)
             shares = recipe.share, recipe.last_share
             self.objective = ClusteringObjective(student, clustered, recipe.loss, shares, recipe.cooling_steps)
         self.student = student
         self.depth = student.config.num_layers
 
-    def _rounded(self, student: Decoder) -> dict[str, PaletteCodes]:
+    def _rounded(self, student: Decoder) -> dict[str, Coded]:
         """Round the matrices by GPTQ, leave them so in the student, and return their codes."""
         count = sum(batch.num_elements for batch in self.texts.calibration)
         self.context.report.note(f"rounding by gptq on {count:,} tokens")
-        bits, found = dict.fromkeys(matrices(student), self.recipe.bits), dict[str, Coded]()
+        assert self.settings.bits is not None
+        bits, found = dict.fromkeys(matrices(student), self.settings.bits), dict[str, Coded]()
         for layer in rounded_layers(student, bits, self.settings, self.texts, Statistics()):
             found |= layer
-        return {name: codes for name, codes in found.items() if isinstance(codes, PaletteCodes)}
+        return found
 
-    def _read(self, student: Decoder, folder: Path) -> dict[str, PaletteCodes]:
+    def _read(self, student: Decoder, folder: Path) -> dict[str, Coded]:
         """Return the codes of a folder of palettes, and put its weights into the student."""
-        found = palettes_of(resolve(folder), self.source.plan)
+        stored = coded_of(resolve(folder), self.source.plan)
+        found = {name: stored[name] for name in matrices(student) if name in stored}
+        recipe = self.recipe
         for name, part in matrices(student).items():
             codes = found.get(name)
-            is_alike = codes is not None and (codes.bits, codes.scales is not None) == (
-                self.recipe.bits,
-                self.recipe.has_scales,
-            )
-            if codes is None or codes.shape != part.weight.shape or not is_alike:
-                kind = f"{self.recipe.bits} bits, {'integers with scales' if self.recipe.has_scales else 'bfloat16'}"
-                raise MismatchError(f"{folder} has no palette of {name} that training could begin with ({kind})")
+            if codes is None or codes.shape != tuple(part.weight.shape):
+                raise MismatchError(f"{folder} has no palette of {name} that training could begin with")
+            if isinstance(codes, PaletteCodes):
+                if recipe.bits not in (None, codes.bits):
+                    raise MismatchError(f"{folder} has {codes.bits} bits in {name}, and the recipe says {recipe.bits}")
+                if recipe.has_scales not in (None, codes.scales is not None):
+                    kind = "bfloat16" if codes.scales is None else "integers with scales"
+                    raise MismatchError(f"{folder} has {kind} in {name}, and the recipe says otherwise (has_scales)")
             part.weight.data = codes.dense()
-        return {name: found[name] for name in matrices(student)}
+        if not any(isinstance(codes, PaletteCodes) for codes in found.values()):
+            raise MismatchError(f"every matrix of {folder} has eight bits, and training is of palettes")
+        return found
 
     def finish(self) -> TrainedAdapter:
         """Not called: what is trained is a model, and ``save`` writes it."""
@@ -172,7 +183,8 @@ class PaletteTraining(Trainable):
             trained = distance(self.student, engine.model, self.texts.held_back)
         is_nearer = trained.kl < self.begun.kl
         coded: dict[str, Coded] = {
-            name: part.codes() if is_nearer else self.first[name] for name, part in self.parts.items()
+            name: self.parts[name].codes() if is_nearer and name in self.parts else codes
+            for name, codes in self.first.items()
         }
         written = write_folder(self.source, out, coded, self.settings)
         kept = "" if is_nearer else f"; training came no nearer, so the codes are those of {self.begun_by}"
