@@ -121,6 +121,19 @@ def test_thresholds_keep_the_stated_agreement() -> None:
     assert lower < (calibrated(told, 0.9).thresholds[0] or 1)
 
 
+@pytest.mark.parametrize("is_right_first", [True, False])
+def test_equal_scores_exit_together_or_not_at_all(is_right_first: bool) -> None:
+    """A threshold inside a run of equal scores lets none of the run exit, and what exits is not what was counted."""
+    scores = torch.tensor([0.9] * 30 + [0.5] * 200)[:, None]
+    luck = [True] * 190 + [False] * 10
+    agrees = torch.tensor([True] * 25 + [False] * 5 + (luck if is_right_first else luck[::-1]))[:, None]
+    (threshold,) = calibrated(ConfidenceScores(scores, agrees), 0.95).thresholds
+    assert threshold is None  # of the first thirty 83 % agree, of all 93 %
+    (threshold,) = calibrated(ConfidenceScores(scores, agrees), 0.92).thresholds
+    assert threshold is not None
+    assert threshold < 0.5
+
+
 def test_a_schedule_of_all_layers_is_plain_decoding(deep) -> None:
     model = deep(torch.bfloat16)
     texts = [plain_text(model, prompt, COUNT) for prompt in prompts(4, seed=2)]

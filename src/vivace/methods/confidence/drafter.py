@@ -185,14 +185,15 @@ def calibrated(measured: ConfidenceScores, quality: float) -> ExitThresholds:
     left = torch.ones(len(measured.scores), dtype=torch.bool, device=measured.scores.device)
     thresholds: list[float | None] = []
     for scores, agrees in zip(measured.scores.T, measured.agrees.T, strict=True):
-        order = scores[left].argsort(descending=True)
-        right = agrees[left][order].float().cumsum(0) / torch.arange(1, len(order) + 1, device=order.device)
-        enough = (right >= quality).nonzero()[:, 0]
+        ranked, order = scores[left].sort(descending=True)
+        right = agrees[left][order].double().cumsum(0) / torch.arange(1, len(order) + 1, device=order.device)
+        last_of_equals = torch.ones_like(order, dtype=torch.bool)  # equal scores exit together or not at all
+        last_of_equals[:-1] = ranked[:-1] > ranked[1:]
+        enough = ((right >= quality) & last_of_equals).nonzero()[:, 0]
         last = int(enough[-1]) if len(enough) else -1
         if last + 1 < _FEWEST:
             thresholds.append(None)
             continue
-        ranked = scores[left][order]
         below = float(ranked[last + 1]) if last + 1 < len(ranked) else float(ranked[last]) - 1.0
         thresholds.append(below)
         left &= scores <= below
