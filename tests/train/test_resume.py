@@ -124,3 +124,22 @@ def test_a_truncated_state_is_named_and_a_failed_write_leaves_what_was_there(
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CorruptError, match="truncated"):
         read_state(path)
+
+
+@pytest.mark.parametrize(
+    "found", [b"hello", b"\x80\x02a.", b"\x80\x02G.", {}, {"format": 1, "plan": "plan"}, {"weight": 1}]
+)
+def test_what_is_no_state_is_one_line(tmp_path: Path, found: bytes | dict[str, object]) -> None:
+    path = tmp_path / STATE
+    if isinstance(found, bytes):
+        path.write_bytes(found)
+    else:
+        write_state(path, found)
+    with pytest.raises(CorruptError, match="not a training state"):
+        load_snapshot(tmp_path, Stub(), Counting(), "plan")
+
+
+def test_a_plan_is_any_text(tmp_path: Path) -> None:
+    save_snapshot(tmp_path, TrainProgress(), {}, Counting(), "3")
+    with pytest.raises(MismatchError, match="another recipe"):
+        load_snapshot(tmp_path, Stub(), Counting(), "4")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +22,8 @@ from vivace.train.batches import BatchPlace
 
 STATE = "state.pt"
 _FORMAT = 1
+_PARTS = ("plan", "progress", "optimiser", "objective")
+"""What a snapshot has to hold."""
 
 
 @runtime_checkable
@@ -92,12 +93,14 @@ def load_snapshot(folder: Path, optimiser: Any, objective: object, plan: str) ->
 
     Raises:
         MismatchError: the snapshot belongs to a run with another plan.
-        CorruptError: the snapshot cannot be read.
+        CorruptError: the snapshot cannot be read, or is something else.
     """
     path = folder / STATE
     if not path.exists():
         return None
     content = read_state(path)
+    if missing := [name for name in _PARTS if name not in content]:
+        raise CorruptError(f"{path} is not a training state: it has no {', '.join(missing)}")
     if content["plan"] not in (plan, _before_digests(plan)):
         raise MismatchError(
             f"{path} belongs to a run with another recipe, base or data; continue with those, or start in an empty "
@@ -115,6 +118,8 @@ def _before_digests(plan: str) -> str:
     try:
         known = json.loads(plan)
     except ValueError:
+        return plan
+    if not isinstance(known, dict):
         return plan
     return json.dumps({key: value for key, value in known.items() if key != "data"}, sort_keys=True)
 
@@ -138,7 +143,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as exc:
+    except Exception as exc:  # unpickling takes bytes for instructions, and those of another file fail in any way
         reason = " ".join(str(exc).split())[:200]
         raise CorruptError(f"{path} is truncated or not a training state: {reason}") from exc
     if not isinstance(content, dict) or content.get("format", _FORMAT) != _FORMAT:
