@@ -106,3 +106,18 @@ def test_nonsense_is_refused() -> None:
     saved = Optimiser([{"params": [p]}], OptimiserConfig()).state()
     with pytest.raises(MismatchError, match="resume with the recipe"):
         Optimiser([{"params": [nn.Parameter(torch.zeros(2, 4))]}], OptimiserConfig()).restore(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"newton_schulz_steps": 0}, "newton_schulz_steps must be at least 1, found 0"),
+        ({"momentum_steps": -1}, "momentum_steps must be at least 0, found -1"),
+        ({"muon_rate": float("nan")}, "learning rates must be positive and finite"),
+        ({"adamw_rate": float("inf")}, "learning rates must be positive and finite"),
+        ({"weight_decay": float("nan")}, "weight_decay must be at least 0 and finite, found nan"),
+    ],
+)
+def test_settings_with_which_nothing_learns_are_refused(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OptimiserConfig(**changes)  # type: ignore[arg-type]

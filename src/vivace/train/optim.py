@@ -14,6 +14,7 @@ AdamW: Loshchilov & Hutter 2019, arXiv:1711.05101.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,10 +43,17 @@ class OptimiserConfig:
     newton_schulz_steps: int = 5
 
     def __post_init__(self) -> None:
-        if self.muon_rate <= 0 or self.adamw_rate <= 0:
-            raise ConfigError(f"learning rates must be positive, found {self.muon_rate} and {self.adamw_rate}")
-        if self.weight_decay < 0:
-            raise ConfigError(f"weight_decay must be at least 0, found {self.weight_decay}")
+        rates = self.muon_rate, self.adamw_rate
+        if not all(0 < rate < math.inf for rate in rates):
+            raise ConfigError(f"learning rates must be positive and finite, found {rates[0]} and {rates[1]}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"weight_decay must be at least 0 and finite, found {self.weight_decay}")
+        for name, count, least in (
+            ("momentum_steps", self.momentum_steps, 0),
+            ("newton_schulz_steps", self.newton_schulz_steps, 1),
+        ):
+            if count < least:
+                raise ConfigError(f"{name} must be at least {least}, found {count}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in (*self.betas, self.momentum)):
             raise ConfigError(f"betas are two numbers in [0, 1) and momentum one, found {self.betas}, {self.momentum}")
 
