@@ -57,6 +57,12 @@ def test_lists_get_another_order() -> None:
     assert {tuple(sorted(columns.split(", "))) for columns in seen} == {("RIDER", "TEAM", "YEAR")}
 
 
+def test_a_prompt_without_the_list_stays_as_it_is() -> None:
+    variation = make(shuffle=r"who rode(?: for (.*))?$")
+    alone = ("who rode", "SELECT RIDER FROM TABLE ;")
+    assert {variation.drawn(alone, random.Random(seed)) for seed in range(8)} == {alone}
+
+
 def test_exercises_repeat_what_the_prompt_says() -> None:
     made = copying_exercises([MEANING], 5.0, make(), random.Random(0))
     assert len(made) == 5

@@ -148,9 +148,10 @@ class Variation:
     def _shuffled(self, prompt: str, rng: random.Random) -> str:
         assert self._list is not None
         match = self._list.search(prompt)
-        if match is None:
+        found = None if match is None else match[match.re.groups]
+        if match is None or found is None:  # no match, or one without the list, whose group is optional
             return prompt
-        items = match[match.re.groups].split(", ")
+        items = found.split(", ")
         rng.shuffle(items)
         first, stop = match.span(match.re.groups)
         return prompt[:first] + ", ".join(items) + prompt[stop:]
