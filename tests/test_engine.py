@@ -302,6 +302,12 @@ def test_logits_of_what_is_no_text(engine: vivace.Engine, ids: Any, error: type[
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("adapter", [3, ["a"], [None]])
+def test_logits_wear_one_adapter_by_its_name(engine: vivace.Engine, adapter: Any) -> None:
+    with pytest.raises(ConfigError, match="adapter must be "):
+        engine.logits([[1, 2]], adapter=adapter)
+
+
 def test_logits_of_ids_of_any_library(engine: vivace.Engine) -> None:
     expected = engine.logits([[5, 6]])
     for ids in (
@@ -330,6 +336,37 @@ def test_a_model_that_cannot_be_opened(tmp_path: Path) -> None:
         vivace.load(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="kernels"):
         vivace.load(tmp_path, kernels="cuda")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"path": 3}, "path must be a path, found 3"),
+        ({"path": b"here"}, "path must be a path, found b'here'"),
+        ({"draft_model": ["a"]}, r"draft_model must be a path, found \['a'\]"),
+        ({"prompt_cache": 3}, "prompt_cache must be a path, found 3"),
+        ({"guard": {}}, "guard must be a path, found {}"),
+        ({"prompt_pool": True}, "prompt_pool must be a path, found True"),
+        ({"recovery": "no"}, "recovery must be True or False, found 'no'"),
+        ({"remember": "no"}, "remember must be True or False, found 'no'"),
+        ({"prompt_cache_ro": [True]}, r"prompt_cache_ro must be True or False, found \[True\]"),
+        ({"screened_head": "no"}, "screened_head must be True or False, found 'no'"),
+        ({"ignore_config_keys": None}, "ignore_config_keys must be a text or a list of texts, found None"),
+        ({"ignore_config_keys": [3]}, r"ignore_config_keys must be a text or a list of texts, found \[3\]"),
+        ({"kernels": None}, "kernels must be .*found None; choose from"),
+        ({"weights": None}, "weights must be .*found None; choose from"),
+        ({"kv": None}, "kv is None; choose from int8, same"),
+        ({"attention": 3}, "attention is 3; choose from auto, el, shared"),
+        ({"dtype": None}, "weights cannot be None; use auto, float32 or bfloat16"),
+    ],
+)
+def test_arguments_of_another_kind_are_one_line(checkpoint: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        vivace.load(**({"path": checkpoint} | arguments))
+
+
+def test_truth_values_of_any_library_open_a_model(checkpoint: Path) -> None:
+    assert vivace.load(str(checkpoint), recovery=np.False_, remember=0, prompt_cache_ro=None, screened_head=None)  # type: ignore[arg-type]
 
 
 def test_a_draft_model_in_the_checkpoint_is_used_by_its_method_alone(tmp_path: Path) -> None:

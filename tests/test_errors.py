@@ -28,3 +28,4 @@ def test_nearest_names_a_close_match_or_the_whole_set() -> None:
     assert nearest("lokup", ["plain", "lookup"]) == "; did you mean 'lookup'?"
     assert nearest("lookup+plain", ["plain", "plain+lookup"]) == "; did you mean 'plain+lookup'?"
     assert nearest("zzz", ["plain", "lookup"]) == "; choose from lookup, plain"
+    assert nearest(None, ["plain", "lookup"]) == "; choose from lookup, plain"

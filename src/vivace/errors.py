@@ -103,17 +103,19 @@ def shown(value: object) -> str:
     return " ".join(reprlib.repr(value).split())
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: object, known: Iterable[str]) -> str:
     """Return a hint for a word that is not in a closed set, to be appended to a message.
 
     Args:
-        word: the word that was written.
+        word: the word that was written, or what stands in its place and is no text.
         known: the words that are allowed.
 
     Returns:
         ``"; did you mean 'x'?"`` for a close match, else ``"; choose from a, b, c"``.
     """
     choices = sorted(known)
+    if not isinstance(word, str):
+        return f"; choose from {', '.join(choices)}"
     turned = [choice for choice in choices if sorted(choice.split("+")) == sorted(word.split("+"))]
     close = turned or get_close_matches(word, choices, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; choose from {', '.join(choices)}"

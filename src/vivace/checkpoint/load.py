@@ -280,7 +280,7 @@ def choose_dtype(dtype: str | torch.dtype, written: str | torch.dtype, device: t
         ConfigError: weights cannot have this dtype.
     """
     asked = written if dtype == "auto" else dtype
-    found = asked if isinstance(asked, torch.dtype) else getattr(torch, asked.removeprefix("torch."), None)
+    found = asked if isinstance(asked, torch.dtype) else getattr(torch, str(asked).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigError(f"weights cannot be {asked!r}; use auto, float32 or bfloat16")
     return torch.float32 if dtype == "auto" and found == torch.float16 and device.type == "cpu" else found

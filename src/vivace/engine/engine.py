@@ -242,7 +242,8 @@ class Engine:
             adapter: name of a LoRA that all of them wear; None is the model as it is, with the LoRA that recovers it.
 
         Raises:
-            ConfigError: there are no tokens, or foreign ones, or the texts differ in their lengths.
+            ConfigError: there are no tokens, or foreign ones, or the texts differ in their lengths, or ``adapter`` is
+                no name.
             CapacityError: the texts are longer than the model's context.
             UnsupportedError: the model is an encoder-decoder.
         """
@@ -256,7 +257,8 @@ class Engine:
                 f"the text has {ids.shape[1]} tokens; the context of this model holds {config.max_positions}"
             )
         step = Step.dense(*ids.shape, device=ids.device)
-        if (worn := self.adapters.worn(adapter)) is not None:
+        name = None if adapter is None else Options(adapter=adapter).one_adapter
+        if (worn := self.adapters.worn(name)) is not None:
             step = replace(step, deltas=(worn.bank.deltas(torch.zeros_like(step.slot)),))
         flat = self.model.head(self.model.run(self.model.embed(ids.reshape(-1), step), step))
         return flat.view(*ids.shape, -1)

@@ -18,6 +18,7 @@ from vivace.core.cuda.backend import graphs_backend
 from vivace.core.footprint import held_bytes
 from vivace.core.model import Decoder
 from vivace.decode.memory import MemoryBudget
+from vivace.engine.arguments import as_texts
 from vivace.errors import ConfigError
 from vivace.kernels.choice import GRAPHS, KernelChoice, choose
 from vivace.kernels.low_bit import Weights, check_weights
@@ -54,7 +55,7 @@ class Execution:
         choice, kept = choose(kernels, device=choose_device(device)), check_weights(weights)
         if kept not in ("bf16", "exact12") and dtype == "auto":
             dtype = "bfloat16"  # what matrices in few bits are multiplied in
-        ignored = (ignore_config_keys,) if isinstance(ignore_config_keys, str) else tuple(ignore_config_keys)
+        ignored = as_texts("ignore_config_keys", ignore_config_keys)
         return Execution(kernels, choice, kept, dtype, device, ignored)
 
     def backend(self, dtype: torch.dtype, *, screens_head: bool | None = None) -> Backend | None:

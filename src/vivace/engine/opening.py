@@ -16,6 +16,7 @@ from vivace.checkpoint.load import read_config
 from vivace.checkpoint.lora_config import by_kind
 from vivace.checkpoint.tokenizer import Tokenizer, find_tokenizer
 from vivace.decode.memory import MemoryBudget
+from vivace.engine.arguments import check_flags, check_paths
 from vivace.engine.engine import Engine
 from vivace.engine.execution import Execution, check_reader, load_checkpoint, load_store
 from vivace.engine.sources import choose_sources
@@ -116,12 +117,17 @@ def load(
         timeout: seconds without an answer after which a rank is said to hang; None is 120.
 
     Raises:
+        ConfigError: an argument is out of range or of another kind.
         CheckpointError: the checkpoint or an adapter is missing, broken or of another base.
         MemoryLimitError: weights do not fit into ``memory``.
         UsageError: something that is not supported was asked for.
         DependencyError: native kernels were asked for by name and are not built.
         WorldError: a rank is gone, hangs or differs from the others.
     """
+    paths = {"path": path, "draft_model": draft_model, "prompt_cache": prompt_cache, "guard": guard}
+    check_paths(paths | {"prompt_pool": prompt_pool})
+    flags = {"prompt_cache_ro": prompt_cache_ro, "screened_head": screened_head, "recovery": recovery}
+    check_flags(flags | {"remember": remember})
     ranks = parallel if isinstance(parallel, SharedLoading) else None
     execution = Execution.of(kernels, weights, dtype, device, ignore_config_keys)
     folder = _find(path)
