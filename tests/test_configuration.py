@@ -49,9 +49,14 @@ def test_values_become_dataclasses() -> None:
         ({"kind": "a", "inner": {"width": True}}, "inner.width must be int, found True"),
         ({"kind": "a", "sizes": [1, "x"]}, r"sizes\[1\] must be int, found 'x'"),
         ({"kind": "a", "limit": 1.5}, "limit must be int, found 1.5"),
+        ({"kind": "a", 1: 2}, "unknown key 1; choose from inner, kind, limit, sizes"),
+        ({"kind": "a", "inner": [1]}, r"inner must be Inner, found \[1\]"),
+        ([], r"a configuration must be a mapping, found \[\]"),
+        (None, "a configuration must be a mapping, found None"),
+        ("kind", "a configuration must be a mapping, found 'kind'"),
     ],
 )
-def test_wrong_values_are_named_by_their_path(values: dict, message: str) -> None:
+def test_wrong_values_are_named_by_their_path(values: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(Outer, values)
 

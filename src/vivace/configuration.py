@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeVar
 
-from vivace.errors import ConfigError, nearest
+from vivace.errors import ConfigError, nearest, shown
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,11 @@ def build(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
         where: path of keys leading to the mapping, for messages.
 
     Raises:
-        ConfigError: a key is unknown (the message names the nearest) or missing, or a value has another type.
+        ConfigError: a key is unknown (the message names the nearest) or missing, a value has another type, or it is no
+            mapping.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where.rstrip('.: ') or 'a configuration'} must be a mapping, found {shown(values)}")
     values = _renamed(values, getattr(kind, "RENAMED", {}), where)
     hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, kind))}

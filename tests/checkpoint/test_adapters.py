@@ -70,6 +70,16 @@ def changed(folder: Path, name: str, at: int | None = None) -> str:
     return base_hash(other)
 
 
+@pytest.mark.parametrize("part", ["plan", "config"])
+@pytest.mark.parametrize("found", [None, [], 3])
+def test_parts_that_are_no_objects(tmp_path: Path, part: str, found: object) -> None:
+    save_adapter(tmp_path, "stub", "abc", {}, {}, {})
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {part: found}))
+    with pytest.raises(CorruptError, match=f"config.json: {part} must be an object, found"):
+        load_adapter(tmp_path)
+
+
 def test_the_hash_sees_another_model(llama: Path) -> None:
     first = base_hash(llama)
     assert len(first) == 64

@@ -18,7 +18,7 @@ from torch import Tensor
 from vivace.checkpoint.config_keys import HARMLESS
 from vivace.checkpoint.files import GGUF, read_json, read_tensors, resolve, staged, tensor_paths, write_tensors
 from vivace.checkpoint.gguf.header import read_header
-from vivace.errors import CorruptError, MismatchError, NotFoundError
+from vivace.errors import CorruptError, MismatchError, NotFoundError, shown
 from vivace.files import write_text
 
 CONFIG = "config.json"
@@ -168,6 +168,8 @@ def load_adapter(folder: str | Path, expected_base_hash: str | None = None) -> t
     found = read_json(place / CONFIG)
     if missing := sorted({"kind", "base_hash", "plan", "config"} - set(found)):
         raise CorruptError(f"{place / CONFIG} lacks {', '.join(missing)}; it is not an adapter's configuration")
+    if wrong := [name for name in ("plan", "config") if not isinstance(found[name], dict)]:
+        raise CorruptError(f"{place / CONFIG}: {wrong[0]} must be an object, found {shown(found[wrong[0]])}")
     if expected_base_hash is not None and found["base_hash"] != expected_base_hash:
         raise MismatchError(
             f"the adapter {place} was trained on base {found['base_hash'][:12]}, this model is "
