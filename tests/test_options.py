@@ -72,6 +72,7 @@ REFUSED: Mapping[str, Mapping[str, Any]] = {
     "num_draft_tokens is 64; a draft has 1 to 63 guesses": {"num_draft_tokens": 64, "method": "lookup"},
     "quality is 0.9, but method plain does not leave early": {"quality": 0.9},
     "quality is 0.7; the thresholds of this adapter are for 0.9, 0.98": {"quality": 0.7, "method": "dynamic"},
+    "quality is 1000": {"quality": 10**400, "method": "dynamic"},
     "num_draft_tokens is 3, but method dynamic drafts nothing": {"num_draft_tokens": 3, "method": "dynamic"},
     "num_draft_tokens is 0; a draft has 1 to 63 guesses": {"num_draft_tokens": 0, "method": "lookup"},
     "forced_bos_token_id is for encoder-decoder models": {"forced_bos_token_id": 3},

@@ -260,6 +260,7 @@ def test_beams_that_do_not_fit_are_refused(models: Models) -> None:
             "num_return_sequences must be between 1 and num_beams, 2, found 3",
         ),
         ({"num_beams": 2, "length_penalty": float("nan")}, "length_penalty must be between"),
+        ({"num_beams": 2, "length_penalty": 10**400}, "length_penalty must be between"),
         ({"num_beams": 2, "early_stopping": "often"}, "early_stopping must be true, false or 'never', found 'often'"),
     ],
     ids=str,

@@ -66,7 +66,7 @@ class BeamPlan:
                 f"num_return_sequences must be between 1 and num_beams, {self.num_beams}, found "
                 f"{self.num_return_sequences}"
             )
-        if not math.isfinite(self.length_penalty) or abs(self.length_penalty) > 100:
+        if not abs(self.length_penalty) <= 100:  # nor is one that is not a number
             raise ConfigError(f"length_penalty must be between -100 and 100, found {self.length_penalty}")
         if self.early_stopping not in (True, False, "never"):
             raise ConfigError(f"early_stopping must be true, false or 'never', found {self.early_stopping!r}")

@@ -70,10 +70,10 @@ class ExitPlan:
         """
         wanted = DEFAULT_QUALITY if quality is None else quality
         for plan in self.qualities:
-            if abs(plan.quality - wanted) < 1e-9:
+            if plan.quality - 1e-9 < wanted < plan.quality + 1e-9:
                 return plan
         known = ", ".join(f"{plan.quality:g}" for plan in self.qualities)
-        raise ConfigError(f"quality is {wanted:g}; the thresholds of this adapter are for {known or 'none'}")
+        raise ConfigError(f"quality is {wanted}; the thresholds of this adapter are for {known or 'none'}")
 
 
 class ExitPolicy(Protocol):
