@@ -13,7 +13,7 @@ from tests.every_method import QUICK, make_model
 from tests.serve.conftest import local
 from vivace.conversation import Conversation
 from vivace.engine import SHIPPED, Engine
-from vivace.errors import CapacityError
+from vivace.errors import CapacityError, ConfigError
 from vivace.kernels.choice import choose
 from vivace.methods.table import METHODS
 from vivace.serve.config import ServeConfig
@@ -70,6 +70,21 @@ def test_a_conversation_that_is_too_long_stays_as_it_was(folder: Path) -> None:
         chat.say("long " * 2000)
     assert len(chat.messages) == 2
     assert chat.say("x").stats.num_cached_tokens >= first.stats.num_prompt_tokens or choose("auto").body is None
+
+
+def test_what_a_conversation_cannot_be(folder: Path) -> None:
+    engine = opened(folder, "plain")
+    with pytest.raises(ConfigError, match="a conversation is written with the chat template; leave out raw"):
+        Conversation(engine, raw=True)
+    with pytest.raises(ConfigError, match="system must be a text, found 3"):
+        Conversation(engine, system=3)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"adapter must be one name here, found \('a',\)"):
+        Conversation(engine, adapter=["a"])
+    chat = Conversation(engine, method="plain", **GREEDY)
+    for message in (3, None, [1, 2], {"role": "user", "content": "x"}):
+        with pytest.raises(ConfigError, match="a message must be a text, found"):
+            chat.say(message)  # type: ignore[arg-type]
+    assert (chat.messages, chat.num_tokens) == ([], 0)
 
 
 def test_a_turn_that_nobody_waits_for_is_not_part_of_it(folder: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from vivace.answer import Chunk, Result
 from vivace.decode.prefix import PrefixCache
 from vivace.engine import Engine, Options
-from vivace.errors import CapacityError
+from vivace.errors import CapacityError, ConfigError, shown
 from vivace.prompts import Message
 
 
@@ -38,10 +38,16 @@ class Conversation:
             options: how turns are answered, the fields of ``Options``.
 
         Raises:
-            ConfigError: an option is unknown or out of range.
+            ConfigError: an option is unknown, out of range or not for conversations, or ``system`` is no text.
         """
         self.engine = engine
         self.options = Options.of(options)
+        if self.options.raw:
+            raise ConfigError("a conversation is written with the chat template; leave out raw")
+        if self.options.adapter is not None:
+            self.options.one_adapter  # noqa: B018
+        if not isinstance(system, str | None):
+            raise ConfigError(f"system must be a text, found {shown(system)}")
         self.opening: tuple[Message, ...] = () if system is None else ({"role": "system", "content": system},)
         self._prefix: PrefixCache | None = engine.prefix_cache
         if self._prefix is None and not engine.model.stateful:
@@ -80,7 +86,10 @@ class Conversation:
 
         Raises:
             CapacityError: the conversation would be longer than the context; it stays as it is.
+            ConfigError: the message is no text.
         """
+        if not isinstance(message, str):
+            raise ConfigError(f"a message must be a text, found {shown(message)}")
         asked: Message = {"role": "user", "content": message}
         text, tokens = self._prompt([*self.messages, asked])
         context = self.engine.model.config.max_positions
