@@ -85,6 +85,37 @@ def test_a_stop_string_ends_the_text_before_it_and_never_flashes(engine: vivace.
             assert len(chunks[-1].result.token_ids) == chunks[-1].result.stats.num_tokens
 
 
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        ({"role": "user", "text": "abc"}, "content must be a text or a list of text parts"),
+        ({"role": "user"}, "content must be"),
+        ({"role": "user", "content": None}, "content must be"),
+        ({"role": "user", "content": 3}, "content must be"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "content must be"),
+        ({"role": "user", "content": ["abc"]}, "content must be"),
+        ({"content": "abc"}, "needs a role"),
+        ({"role": 3, "content": "abc"}, "needs a role"),
+        ({"role": "", "content": "abc"}, "needs a role"),
+    ],
+    ids=str,
+)
+def test_messages_that_say_nothing(engine: vivace.Engine, message: dict[str, Any], found: str) -> None:
+    with pytest.raises(ConfigError, match=f"message 2 .*{found}"):
+        engine.generate([{"role": "user", "content": "abc"}, message], max_new_tokens=2)
+
+
+def test_text_parts_of_a_message_are_one_text(engine: vivace.Engine) -> None:
+    parts = [{"type": "text", "text": "the quick "}, {"type": "text", "text": "brown fox"}]
+    whole, divided = (
+        engine.request([{"role": "user", "content": content}], vivace.Options())
+        for content in ("the quick brown fox", parts)
+    )
+    assert whole.tokens == divided.tokens
+    called = [{"role": "assistant", "content": None, "tool_calls": []}, {"role": "user", "content": "a"}]
+    assert engine.request(called, vivace.Options()).tokens
+
+
 def test_logits_are_those_of_every_position(engine: vivace.Engine) -> None:
     ids = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
     logits = engine.logits(ids)

@@ -212,8 +212,10 @@ def test_spellings_with_spaces_are_divided_or_left(spelt: str) -> None:
 
 @pytest.mark.parametrize("message", [{"role": "untrusted"}, {"role": "untrusted", "content": None}])
 def test_material_without_a_text_is_one_line(engine: Engine, message: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="'untrusted' has a text as its content"):
+    with pytest.raises(ConfigError, match="content must be a text"):
         engine.generate([[message]], max_new_tokens=1)
+    with pytest.raises(ConfigError, match="'untrusted' has a text as its content"):
+        with_material([message], engine.tokenizer)
 
 
 def test_material_cannot_leave_its_marks(engine: Engine) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ def as_prompt(prompt: Any) -> Prompt:
     """Return a text, a list of messages, or token ids as integers, which numpy and PyTorch may have in arrays.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: it is none of them, or a message has no role or no text.
     """
     plain = _plain(prompt)
     if isinstance(plain, str):
@@ -37,8 +37,34 @@ def as_prompt(prompt: Any) -> Prompt:
         if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
             return items
         if all(isinstance(item, Mapping) for item in items):
-            return cast("Sequence[Mapping[str, str]]", items)
+            return [_message(number, item) for number, item in enumerate(items, 1)]
     raise ConfigError(f"a prompt must be a text, a list of messages or a list of token ids, found {shown(plain)}")
+
+
+def _message(number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its content as one text: a template takes anything else for nothing, or for its spelling in
+    Python. A message with calls of tools may have no content.
+
+    Raises:
+        ConfigError: it has no role or no text.
+    """
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise ConfigError(f"message {number} needs a role, which is a text, found {shown(message)}")
+    if isinstance(content, str) or (content is None and "tool_calls" in message):
+        return message
+    parts: list[Any] = list(content) if isinstance(content, Sequence) and _is_list(content) else [content]
+    texts = [part["text"] for part in parts if _is_text_part(part)]
+    if len(texts) < len(parts):
+        raise ConfigError(
+            f"message {number} cannot be read: content must be a text or a list of text parts, found {shown(message)}"
+        )
+    return {**message, "content": "".join(texts)}
+
+
+def _is_text_part(part: Any) -> bool:
+    """Return whether a part of a message is a text, marked as one."""
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def as_ids(token_ids: Any) -> Tensor:
