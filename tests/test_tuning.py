@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import vivace
+from tests.adapters.loras import make_lora
 from tests.tiny_checkpoints import make_checkpoint
 from vivace import tuning
 from vivace.checkpoint.adapters import base_hash, save_adapter
@@ -79,6 +80,21 @@ def test_half_of_the_plans_leave_each_round(folder: Path, monkeypatch: pytest.Mo
     assert [len(trial.plan.widths) for trial in found] == [8, 7, 6, 5, 4, 3, 2, 1]
     assert [trial.num_prompts for trial in found] == [40, 40, 40, 16, 8, 8, 8, 8]
     assert found[0].run.speedup == 8
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_plan_is_drafted_by_where_a_lora_is_worn(folder: Path, tmp_path: Path, has_own: bool) -> None:
+    lora = make_lora(tmp_path / "sql", folder, size=0.05)
+    if has_own:
+        shutil.copytree(folder / "adapters" / "multirate", lora / "drafting" / "multirate")
+    engine = vivace.load(folder, kernels="torch", adapters={"sql": lora})
+    asked: dict[str, Any] = {"method": "multirate", "max_new_tokens": 6, "ignore_eos": True, "adapter": "sql"}
+    engine.generate("aka", **asked)
+    other = tuning.planned(engine, DraftPlan.chain(1))
+    (found,) = other.generate("aka", **asked)
+    assert found.stats.num_draft_tokens <= len(found.token_ids), "one guess a step, and not the four of the adapter"
+    assert other.methods_of("sql").plan == DraftPlan.chain(1)
+    assert engine.methods_of("sql").plan is None
 
 
 def test_every_plan_writes_what_plain_decoding_writes(folder: Path) -> None:

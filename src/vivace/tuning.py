@@ -9,7 +9,6 @@ Talwalkar 2016, arXiv:1502.07943).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -196,6 +195,4 @@ def search(
 
 def planned(engine: Engine, plan: Plan) -> Engine:
     """Return a copy of the engine that drafts by another plan than its adapter's; models and weights are shared."""
-    other = copy(engine)
-    other.methods = engine.methods.planned(plan)
-    return other
+    return engine.drafting_by(engine.methods.planned(plan))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -175,10 +176,17 @@ class Engine:
             folders, base = draft_weights_of(known.folder), self.methods
             own = adapters_by_method(folders, base.folder)
             if own:
-                made = Methods(self.model, base.folder, {**base.adapters, **own}, base.second, memory=self.memory)
+                every, memory = {**base.adapters, **own}, self.memory
+                made = Methods(self.model, base.folder, every, base.second, base.plan, memory=memory)
                 made.remembers = base.remembers
             self._methods_of[known] = made if own else base
         return cast(Methods, self._methods_of[known])
+
+    def drafting_by(self, methods: Methods) -> Engine:
+        """Return a copy that has other drafters, also for texts that wear a LoRA; all else is shared."""
+        other = copy(self)
+        other.methods, other._methods_of = methods, WeakIdKeyDictionary()
+        return other
 
     def prefix(
         self, memory: PrefixCache | None, salt: str | None = None, owner: bytes = b"", *, lead: Lead | None = None

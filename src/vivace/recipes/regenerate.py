@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,8 @@ def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None) ->
     if stored is None and not decodes_apart(engine.model.device):
         if engine.model.device.type == "cuda" and engine.model.backend.span is None:
             engine.model.run_on(graphs_backend(engine.model.dtype))
-        same, methods = copy(engine), engine.methods
-        same.methods = Methods(engine.model, engine.folder, adapters or {}, methods.second, memory=engine.memory)
-        return same
+        second, memory = engine.methods.second, engine.memory
+        return engine.drafting_by(Methods(engine.model, engine.folder, adapters or {}, second, memory=memory))
     return load(
         engine.folder,
         **placed(engine),
