@@ -71,6 +71,14 @@ def test_exercises_repeat_what_the_prompt_says() -> None:
     assert copying_exercises([("Hi", "Ho")], 3.0, make(), random.Random(0)) == []
 
 
+def test_exercises_keep_the_prompts_order_where_invented_values_are_alike() -> None:
+    """With few words to invent from, one value is often a part of another, or one that only the answer has."""
+    few = Variation(VariationConfig(values=(NAME,)), [("", "Fen Weir Er")])
+    pair = ("Describe: name[Al Fo], near[Burgerhouse], near[Ivy Hall]", "name[er], near[We] and so on")
+    for prompt, answer in copying_exercises([pair], 400.0, few, random.Random(0)):
+        assert answer == ", ".join(re.findall(NAME, prompt))
+
+
 @pytest.mark.parametrize(
     "changes", [{"invent": 1.5}, {"values": ("name",)}, {"values": ("(",)}, {"shuffle": "Columns"}]
 )

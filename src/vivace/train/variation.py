@@ -112,14 +112,16 @@ class Variation:
         prompt, answer = pair
         if not self._varies(pair):
             return None
-        copied = []
+        copied: list[tuple[int, str]] = []  # where each invented value stands: one may be a part of another
         for value in self._found(prompt, answer):
-            if len(value) > 1 and prompt.count(value) == 1:
+            at = prompt.find(value)
+            is_invented = any(start <= at < start + len(word) for start, word in copied)
+            if len(value) > 1 and prompt.count(value) == 1 and not is_invented:
                 new = _WORD.sub(lambda m: self._word_like(m[0], rng), value)
                 prompt = prompt.replace(value, new)
-                copied.append(new)
-        copied.sort(key=prompt.find)
-        return (prompt, ", ".join(copied)) if copied else None
+                longer = len(new) - len(value)
+                copied = [*((start + longer if start > at else start, word) for start, word in copied), (at, new)]
+        return (prompt, ", ".join(word for _, word in sorted(copied))) if copied else None
 
     @staticmethod
     def _varies(pair: Pair) -> bool:
