@@ -44,8 +44,8 @@ class Conversation:
         self.options = Options.of(options)
         if self.options.raw:
             raise ConfigError("a conversation is written with the chat template; leave out raw")
-        if self.options.adapter is not None:
-            self.options.one_adapter  # noqa: B018
+        if not isinstance(self.options.adapter, str | None):
+            raise ConfigError(f"adapter must be one name here, found {shown(self.options.adapter)}")
         if not isinstance(system, str | None):
             raise ConfigError(f"system must be a text, found {shown(system)}")
         self.opening: tuple[Message, ...] = () if system is None else ({"role": "system", "content": system},)
