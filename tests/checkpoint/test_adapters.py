@@ -53,6 +53,9 @@ def test_broken_adapters(tmp_path: Path) -> None:
     (folder / "config.json").write_text('{"kind": "lora"}')
     with pytest.raises(CorruptError, match="lacks base_hash, config, plan"):
         load_adapter(folder)
+    (folder / "config.json").write_text('{"kind": "lora", "base_hash": null, "plan": {}, "config": {}}')
+    with pytest.raises(CorruptError, match="base_hash must be a text, found None"):
+        load_adapter(folder, "ab")
     (folder / "config.json").unlink()
     with pytest.raises(NotFoundError, match=r"no config\.json"):
         load_adapter(folder)

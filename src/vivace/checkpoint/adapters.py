@@ -170,6 +170,8 @@ def load_adapter(folder: str | Path, expected_base_hash: str | None = None) -> t
         raise CorruptError(f"{place / CONFIG} lacks {', '.join(missing)}; it is not an adapter's configuration")
     if wrong := [name for name in ("plan", "config") if not isinstance(found[name], dict)]:
         raise CorruptError(f"{place / CONFIG}: {wrong[0]} must be an object, found {shown(found[wrong[0]])}")
+    if not isinstance(found["base_hash"], str):
+        raise CorruptError(f"{place / CONFIG}: base_hash must be a text, found {shown(found['base_hash'])}")
     if expected_base_hash is not None and found["base_hash"] != expected_base_hash:
         raise MismatchError(
             f"the adapter {place} was trained on base {found['base_hash'][:12]}, this model is "
