@@ -70,6 +70,39 @@ def test_a_table_survives_the_disk_and_is_refused_elsewhere(tmp_path: Path) -> N
         read_table(folder, "abc", FACTS)
 
 
+@pytest.mark.parametrize(
+    "entries",
+    [
+        None,
+        [],
+        [[float("inf"), [640, 384], 1.0, 1.1]],
+        [[1024, [640, 384], float("nan"), 1.1]],
+        [[1024, [640, 384], 1.0, -1.0]],
+        [[0, [], 1.0, 1.1]],
+        [[1024.9, [640.7, 384.2], 1.0, 1.1]],
+        [[1024, [1280, -256], 1.0, 1.1]],
+        [[1024, [256, 256, 512], 1.0, 1.1]],
+        {"1024": [640, 384]},
+    ],
+)
+def test_a_damaged_table_is_refused_by_name(entries: object, tmp_path: Path) -> None:
+    """Among them are three pieces for two ranks, for which the second would wait without end."""
+    folder = tmp_path / "runahead-2"
+    save_table(folder, "abc", FACTS, TABLE)
+    written = json.loads((folder / "config.json").read_text())
+    written["config"]["entries"] = entries
+    (folder / "config.json").write_text(json.dumps(written))
+    with pytest.raises(CorruptError, match=r"runahead-2 .*search again: vivace tune runahead"):
+        read_table(folder, "abc", FACTS)
+
+
+def test_of_two_entries_of_one_length_the_faster_counts(tmp_path: Path) -> None:
+    """Tables of the past have them, where two lengths that were asked for were both above the context."""
+    slow, fast = PartitionEntry(1024, (512, 512), 2.0, 2.0), PartitionEntry(1024, (768, 256), 1.0, 2.0)
+    save_table(tmp_path / "t", "abc", FACTS, Table((fast, slow)))
+    assert read_table(tmp_path / "t", "abc", FACTS) == Table((fast,))
+
+
 def test_models_of_ways_agree_where_they_must() -> None:
     free = Costs(1e-6, 9e-6, 2e-8, 6)
     alone = alone_s(8192, free)

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,26 @@ def read_table(folder: Path, base: str, facts: Mapping[str, Any]) -> Table:
                 f"the table {folder} is for {name} {config.get(name)}, this is {name} {value}; search again: "
                 "vivace tune runahead"
             )
+    rows = config.get("entries")
+    entries = [_entry_of(row, facts["ranks"]) for row in rows] if isinstance(rows, list) else []
+    found = [entry for entry in entries if entry is not None]
+    if not found or len(found) < len(entries):
+        raise CorruptError(
+            f"{folder} holds no table of partitions, or pieces that do not add up to their lengths or are more than "
+            "there are ranks; search again: vivace tune runahead"
+        )
+    fastest = {entry.length: entry for entry in sorted(found, key=lambda entry: -entry.seconds)}
+    return Table(tuple(fastest[length] for length in sorted(fastest)))
+
+
+def _entry_of(row: Any, num_ranks: int) -> PartitionEntry | None:
+    """Return what a stored row says, or None where that cannot be: then nobody could read by it."""
     try:
-        entries = [PartitionEntry(int(n), tuple(map(int, c)), float(s), float(e)) for n, c, s, e in config["entries"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"{folder} holds no table of partitions") from error
-    if not entries or any(sum(entry.counts) != entry.length or min(entry.counts) < 1 for entry in entries):
-        raise CorruptError(f"{folder} holds pieces that do not add up to their lengths")
-    return Table(tuple(sorted(entries, key=lambda entry: entry.length)))
+        length, counts, seconds, even_s = row
+        entry = PartitionEntry(length, tuple(counts), float(seconds), float(even_s))
+    except (TypeError, ValueError, OverflowError):
+        return None
+    is_whole = all(type(number) is int and number > 0 for number in (length, *entry.counts))
+    if not is_whole or sum(entry.counts) != length or len(entry.counts) > num_ranks:
+        return None
+    return entry if all(isfinite(s) and s >= 0 for s in (entry.seconds, entry.even_s)) else None
