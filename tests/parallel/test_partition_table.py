@@ -18,8 +18,8 @@ FACTS = {"ranks": 2, "dtype": "float32", "kernels": "torch", "threads": 1}
 
 
 def test_stored_lengths_come_back_and_others_lie_between() -> None:
-    assert TABLE.counts(1024, 256) == [640, 384]
-    assert TABLE.counts(4096, 256) == [2816, 1280]
+    assert TABLE.counts(1024, 128) == [640, 384]
+    assert TABLE.counts(4096, 128) == [2816, 1280]
     shares = [TABLE.counts(length, 16)[0] / length for length in range(1040, 4096, 64)]
     assert all(640 / 1024 - 0.01 <= share <= 2816 / 4096 + 0.01 for share in shares)
     assert shares == pytest.approx(sorted(shares), abs=0.012)
@@ -101,6 +101,13 @@ def test_of_two_entries_of_one_length_the_faster_counts(tmp_path: Path) -> None:
     slow, fast = PartitionEntry(1024, (512, 512), 2.0, 2.0), PartitionEntry(1024, (768, 256), 1.0, 2.0)
     save_table(tmp_path / "t", "abc", FACTS, Table((fast, slow)))
     assert read_table(tmp_path / "t", "abc", FACTS) == Table((fast,))
+
+
+def test_pieces_of_a_table_begin_on_the_grid_of_whoever_reads() -> None:
+    """Else keys and values would have other bits than those of one process."""
+    table = Table((PartitionEntry(1024, (300, 724), 1.0, 1.1),))
+    assert table.counts(1024, 256) == [256, 768]
+    assert TABLE.counts(1024, 512) == [512, 512]
 
 
 def test_models_of_ways_agree_where_they_must() -> None:

@@ -46,7 +46,7 @@ class Table:
         """
         for entry in self.entries:
             if entry.length == length:
-                return list(entry.counts)
+                return on_grid(_bounds(entry), length, grid)
         most = max(len(entry.counts) for entry in self.entries)
         entries = [entry for entry in self.entries if len(entry.counts) == most]
         place = bisect_left([entry.length for entry in entries], length)
