@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.checkpoint.load import load_config
 from vivace.errors import CorruptError, MismatchError
-from vivace.parallel.partition import Costs, alone_s, even, first_token_s, gathered_s
+from vivace.parallel.partition import Costs, alone_s, balanced, even, first_token_s, gathered_s
 from vivace.parallel.partition_table import PartitionEntry, Table, read_table, save_table, search
 from vivace.parallel.prediction import prompt_times
+from vivace.parallel.runahead import RunaheadPrefill
 
 COSTS = Costs(project_s=1e-6, feed_s=9e-6, attend_s=2e-8, num_layers=6, latency_s=1e-4, entry_s=2e-7)
 TABLE = Table((PartitionEntry(1024, (640, 384), 1.0, 1.1), PartitionEntry(4096, (2816, 1280), 5.0, 6.0)))
@@ -18,25 +23,37 @@ FACTS = {"ranks": 2, "dtype": "float32", "kernels": "torch", "threads": 1}
 
 
 def test_stored_lengths_come_back_and_others_lie_between() -> None:
-    assert TABLE.counts(1024, 128) == [640, 384]
-    assert TABLE.counts(4096, 128) == [2816, 1280]
-    shares = [TABLE.counts(length, 16)[0] / length for length in range(1040, 4096, 64)]
+    assert TABLE.counts(1024, 128, 2) == [640, 384]
+    assert TABLE.counts(4096, 128, 2) == [2816, 1280]
+    shares = [(TABLE.counts(length, 16, 2) or [0])[0] / length for length in range(1040, 4096, 64)]
     assert all(640 / 1024 - 0.01 <= share <= 2816 / 4096 + 0.01 for share in shares)
     assert shares == pytest.approx(sorted(shares), abs=0.012)
     for length in (300, 777, 2000, 3999, 9000):
-        counts = TABLE.counts(length, 128)
+        counts = TABLE.counts(length, 128, 2) or []
         assert sum(counts) == length
         assert min(counts) > 0
         assert counts[0] % 128 == 0
 
 
-def test_prompts_too_short_for_a_piece_each_are_nobodys_neighbours() -> None:
+def test_only_entries_of_as_many_pieces_are_neighbours() -> None:
     short = PartitionEntry(299, (256, 43), 1.0, 1.1)
     table = Table(
         (short, PartitionEntry(2047, (768, 512, 767), 3.0, 3.1), PartitionEntry(4095, (1536, 1024, 1535), 6.0, 7.0))
     )
-    assert table.counts(299, 256) == [256, 43]
-    assert [len(table.counts(length, 256)) for length in (900, 1000, 3000, 9000)] == [3, 3, 3, 3]
+    assert table.counts(299, 256, 2) == [256, 43]
+    for length in (900, 1000, 3000, 9000):
+        assert len(table.counts(length, 256, 3) or []) == 3
+    assert table.counts(9000, 256, 4) is None
+
+
+def test_a_table_of_short_prompts_leaves_long_ones_to_the_model(tmp_path: Path) -> None:
+    """Else two of three ranks would read them, and the third would do nothing."""
+    model: Any = SimpleNamespace(config=load_config(make_checkpoint(tmp_path / "m")))
+    world: Any = SimpleNamespace(size=3)
+    prefill = RunaheadPrefill(world, table=Table((PartitionEntry(299, (256, 43), 1.0, 1.1),)))
+    prefill.costs = COSTS
+    assert prefill.counts(model, 299, 256) == [256, 43]
+    assert prefill.counts(model, 4096, 256) == balanced(4096, 3, 256, COSTS)
 
 
 def test_a_search_ends_at_what_is_fastest_and_times_nothing_twice() -> None:
@@ -106,8 +123,8 @@ def test_of_two_entries_of_one_length_the_faster_counts(tmp_path: Path) -> None:
 def test_pieces_of_a_table_begin_on_the_grid_of_whoever_reads() -> None:
     """Else keys and values would have other bits than those of one process."""
     table = Table((PartitionEntry(1024, (300, 724), 1.0, 1.1),))
-    assert table.counts(1024, 256) == [256, 768]
-    assert TABLE.counts(1024, 512) == [512, 512]
+    assert table.counts(1024, 256, 2) == [256, 768]
+    assert TABLE.counts(1024, 512, 2) == [512, 512]
 
 
 def test_models_of_ways_agree_where_they_must() -> None:

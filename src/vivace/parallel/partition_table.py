@@ -39,16 +39,18 @@ class Table:
 
     entries: tuple[PartitionEntry, ...]
 
-    def counts(self, length: int, grid: int) -> list[int]:
+    def counts(self, length: int, grid: int, num_pieces: int) -> list[int] | None:
         """Return the pieces of a prompt: those of the table, or between those of its neighbours, on the grid.
 
-        Prompts of the table that were too short for a piece for each rank are nobody's neighbours.
+        Only entries of so many pieces are asked; None is returned where there is none. A table of short prompts alone
+        has fewer pieces than ranks, and says nothing of prompts that all of them read.
         """
-        for entry in self.entries:
+        entries = [entry for entry in self.entries if len(entry.counts) == num_pieces]
+        if not entries:
+            return None
+        for entry in entries:
             if entry.length == length:
                 return on_grid(_bounds(entry), length, grid)
-        most = max(len(entry.counts) for entry in self.entries)
-        entries = [entry for entry in self.entries if len(entry.counts) == most]
         place = bisect_left([entry.length for entry in entries], length)
         low, high = entries[max(0, place - 1)], entries[min(place, len(entries) - 1)]
         share = 0.0 if low is high else (length - low.length) / (high.length - low.length)

@@ -95,8 +95,9 @@ class RunaheadPrefill:
             return list(self.fixed)
         if way != KIND or num_ranks < 2:
             return even(length, num_ranks, chunk)
-        if self.table is not None and num_ranks == self.world.size:
-            return self.table.counts(length, chunk)
+        searched = None if self.table is None else self.table.counts(length, chunk, num_ranks)
+        if searched is not None:
+            return searched
         return balanced(length, num_ranks, chunk, self.costs or Costs.of(model.config))
 
     def expected_s(self, model: Decoder, length: int, chunk: int) -> dict[str, float]:
