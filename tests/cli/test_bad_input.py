@@ -460,6 +460,16 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         USAGE,
         "runahead divides prompts: leave out --floor",
     ),
+    "boundaries of another cache": (
+        ("tune", "runahead", "--model", "tiny", "--kv", "int8", "--weights", "q4", "--adapter", "tiny"),
+        USAGE,
+        "leave out --adapter, --weights, --kv",
+    ),
+    "boundaries on an accelerator": (
+        ("tune", "runahead", "--model", "tiny", "--device", "cuda"),
+        USAGE,
+        "ranks compute on the CPU",
+    ),
     "formats of weights beside forms of sums": (
         ("evaluate", "tiny", "--wire", "int8", "--weights", "q4"),
         USAGE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,9 @@ TIMES = 3
 """Readings of which the median counts."""
 MOST = 12
 """Most partitions that are timed for one length."""
+USED = ("device", "dtype", "kernels", "recovery", "ignore_config_key")
+"""Flags of loading that a search obeys. A table is not of a format of weights or of keys and values, so that it is not
+searched with one either."""
 
 
 def tune_runahead(
@@ -41,7 +44,8 @@ def tune_runahead(
     """Search under torchrun and write the table to ``MODEL/adapters/runahead-N``; only rank 0 returns.
 
     Raises:
-        ConfigError: a length is no number or leaves no room, or this process was not started by torchrun.
+        ConfigError: a length is no number or leaves no room, a flag has no effect, or this process was not started by
+            torchrun.
         WorldError: a rank is gone, hangs or differs.
     """
     from vivace.checkpoint.adapters import base_hash
@@ -51,14 +55,21 @@ def tune_runahead(
 
     if ranks.parallel not in (None, RUNAHEAD) or ranks.wire is not None:
         raise ConfigError("tune runahead searches for --parallel runahead; leave out --parallel and --wire")
+    idle = [each for each in fields(load) if each.name not in USED and getattr(load, each.name) != each.default]
+    if idle:
+        flags = ", ".join(("--no-" if each.default is True else "--") + each.name.replace("_", "-") for each in idle)
+        raise ConfigError(f"tune runahead times the checkpoint as it is; leave out {flags}")
     sizes = _sizes(lengths)
-    opening = SharedLoading.of(RUNAHEAD, interface=ranks.link_interface, timeout_s=ranks.timeout, settings={})
+    settings = {"device": load.device}
+    opening = SharedLoading.of(RUNAHEAD, interface=ranks.link_interface, timeout_s=ranks.timeout, settings=settings)
     opening.reads_table = False
     with opening.world.guarding():
         engine = vivace.load(
             model,
+            device=load.device,
             dtype=load.dtype,
             kernels=load.kernels,
+            recovery=load.recovery,
             ignore_config_keys=load.ignore_config_key or (),
             parallel=opening,
         )

@@ -1,0 +1,54 @@
+"""``vivace tune runahead`` on two ranks: what a user asked for is done or refused, and the table is one that is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vivace.engine.opening as opening
+from tests.parallel.ranks import run_ranks
+from tests.tiny_checkpoints import make_checkpoint
+from vivace.cli import runahead
+from vivace.cli.options import LoadFlags, ParallelFlags
+from vivace.errors import UsageError
+
+pytestmark = pytest.mark.multiprocess
+
+RANKS = ParallelFlags(timeout=30.0)
+
+
+def searched(folder: Path, lengths: str, load: LoadFlags) -> Any:
+    """What rank 0 has written for people, or why it did not search."""
+    said: list[str] = []
+    runahead.TIMES = runahead.MOST = 1
+    runahead.console.note = said.append  # type: ignore[method-assign] - of a process that ends with the test
+    try:
+        runahead.tune_runahead(str(folder), lengths, ["one two three"], load, RANKS, keep=True, as_json=False)
+    except UsageError as error:
+        return str(error)
+    return said
+
+
+def stored(folder: Path) -> Sequence[Any]:
+    """The entries of the table beside a model."""
+    entries: Sequence[Any] = json.loads((folder / "adapters/runahead-2/config.json").read_text())["config"]["entries"]
+    return entries
+
+
+def test_a_model_is_searched_without_its_recovery_adapter_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Ranks wear none, and the message says to give --no-recovery."""
+    folder = make_checkpoint(tmp_path / "m", context=512)
+
+    def work(recovery: bool) -> Any:
+        opening.recovery_of = lambda base: base / "adapters" / "recovery"
+        return searched(folder, "400", LoadFlags(kernels="torch", recovery=recovery))
+
+    refused, _ = run_ranks(2, work, True)
+    assert "give --no-recovery" in refused
+    said, _ = run_ranks(2, work, False)
+    assert "written to" in said[-1]
+    assert [entry[0] for entry in stored(folder)] == [399]
