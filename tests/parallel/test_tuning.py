@@ -1,4 +1,4 @@
-"""``vivace tune runahead`` on two ranks: what a user asked for is done or refused, and the table is one that is read."""
+"""``vivace tune runahead`` on two ranks: what is asked for is done or refused, and the table can be read."""
 
 from __future__ import annotations
 
@@ -52,3 +52,10 @@ def test_a_model_is_searched_without_its_recovery_adapter_where_that_is_asked_fo
     said, _ = run_ranks(2, work, False)
     assert "written to" in said[-1]
     assert [entry[0] for entry in stored(folder)] == [399]
+
+
+def test_lengths_above_the_context_are_one_length_and_that_is_said(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "m", context=512)
+    said, _ = run_ranks(2, searched, folder, "300,1k,2k", LoadFlags(kernels="torch"))
+    assert [entry[0] for entry in stored(folder)] == [299, 503]
+    assert said[0] == "1024, 2048: longer than the context leaves room for; 504 tokens in their place"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,7 +60,9 @@ def parallel(
     from vivace.parallel import world as worlds
     from vivace.parallel.every import EveryLoading
 
-    names, sizes = split_names(ways), _sizes(lengths)
+    names, sizes, sets = split_names(ways), _sizes(lengths), [size for size in _sizes(batches) if size]
+    if not names:
+        raise ConfigError(f"--ways names no way in {ways!r}; give one, or leave it out")
     forms = [name.partition(":")[2] or "same" for name in names if name.startswith("tensor")] or ["same"]
     world = worlds.join(interface=link_interface, timeout_s=timeout)
     with world.guarding():
@@ -71,7 +74,7 @@ def parallel(
         measured = Ways(loading, *engines, names, interface=link_interface, searched=search, note=console.note)
         texts = [str(row.request) for row in read_prompts(prompts, None)]
         most = whole.model.config.max_positions - SPACE
-        asked = {min(size, most): prompt_of(whole, texts, min(size, most)) for size in sizes}
+        asked = {size: prompt_of(whole, texts, size) for size in within(sizes, most)}
         with watched_others() as others:
             warming = prompt_of(whole, texts, min(WARMING, most))
             Ways(loading, *engines, names, searched=1).first_tokens({len(warming): warming}, 1)
@@ -80,7 +83,6 @@ def parallel(
                 rows += measured.first_tokens({size: prompt}, repeats)
                 if json_file is not None and str(json_file) != "-":  # a long run that is cut off keeps what it has
                     write_report(report_of(loading, whole, rows, repeats, None), json_file)
-            sets = [size for size in _sizes(batches) if size]
             if sets:
                 rows += measured.decoding(min(asked.values(), key=len)[:DECODED_AFTER], sets, new_tokens, repeats)
     write_report(report_of(loading, whole, rows, repeats, others.cpu_share), json_file)
@@ -130,15 +132,22 @@ def _sizes(text: str) -> list[int]:
     """Return numbers with commas; a k behind one multiplies it by 1024.
 
     Raises:
-        ConfigError: one is no number.
+        ConfigError: one is no number, or there is none.
     """
     found = []
-    for word in split_names(text):
+    for word in split_names(text) or [text]:
         digits, is_kilo = word.removesuffix("k"), word.endswith("k")
         if not digits.isdecimal():
             raise ConfigError(f"{word!r} is no number of tokens, such as 512 or 2k")
         found.append(int(digits) * (1024 if is_kilo else 1))
     return found
+
+
+def within(sizes: Sequence[int], most: int) -> list[int]:
+    """Return lengths in order, none of them twice; those above ``most`` are ``most``, and the user is told."""
+    if long := [str(size) for size in sizes if size > most]:
+        console.note(f"{', '.join(long)}: longer than the context leaves room for; {most} tokens in their place")
+    return list(dict.fromkeys(min(size, most) for size in sizes))
 
 
 def print_ways(rows: list[WayTime]) -> None:

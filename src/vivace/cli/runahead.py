@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vivace
-from vivace.cli.bench_parallel import _sizes
+from vivace.cli.bench_parallel import _sizes, within
 from vivace.cli.console import console
 from vivace.cli.first_token import SPACE, prompt_of
 from vivace.cli.options import LoadFlags, ParallelFlags
@@ -60,6 +60,7 @@ def tune_runahead(
         flags = ", ".join(("--no-" if each.default is True else "--") + each.name.replace("_", "-") for each in idle)
         raise ConfigError(f"tune runahead times the checkpoint as it is; leave out {flags}")
     sizes = _sizes(lengths)
+    _check_length(min(sizes))  # before anything is searched
     settings = {"device": load.device}
     opening = SharedLoading.of(RUNAHEAD, interface=ranks.link_interface, timeout_s=ranks.timeout, settings=settings)
     opening.reads_table = False
@@ -75,7 +76,7 @@ def tune_runahead(
         )
         assert isinstance(opening.prefill, RunaheadPrefill)
         most = engine.model.config.max_positions - SPACE
-        prompts = [prompt_of(engine, texts, min(size, most)) for size in dict.fromkeys(sizes)]
+        prompts = [prompt_of(engine, texts, size) for size in within(sizes, most)]
         entries = [searched(engine, opening.prefill, prompt) for prompt in prompts]
     for entry in entries:
         pieces = " + ".join(map(str, entry.counts))
@@ -99,9 +100,8 @@ def searched(engine: Engine, prefill: RunaheadPrefill, prompt: Sequence[int]) ->
     from vivace.parallel.partition import even
     from vivace.parallel.partition_table import PartitionEntry, search
 
+    _check_length(len(prompt))
     length = len(prompt) - 1
-    if length <= GRID:
-        raise ConfigError(f"prompts of up to {GRID + 1} tokens are read by one rank; give longer --lengths")
 
     def measure(counts: Sequence[int]) -> float:
         prefill.fixed = counts
@@ -122,3 +122,15 @@ def searched(engine: Engine, prefill: RunaheadPrefill, prompt: Sequence[int]) ->
     if even_s < seconds:
         return PartitionEntry(length, tuple(equal), even_s, even_s)
     return PartitionEntry(length, tuple(counts), seconds, even_s)
+
+
+def _check_length(num_tokens: int) -> None:
+    """Refuse a prompt that has no second piece.
+
+    Raises:
+        ConfigError: it is read by one rank alone.
+    """
+    from vivace.evaluate.ways import GRID
+
+    if num_tokens <= GRID + 1:
+        raise ConfigError(f"prompts of up to {GRID + 1} tokens are read by one rank; give longer --lengths")
