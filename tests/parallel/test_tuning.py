@@ -12,7 +12,8 @@ import pytest
 import vivace.engine.opening as opening
 from tests.parallel.ranks import run_ranks
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.cli import runahead
+from vivace.cli import runahead, tune
+from vivace.cli.app import run
 from vivace.cli.options import LoadFlags, ParallelFlags
 from vivace.errors import UsageError
 
@@ -52,6 +53,13 @@ def test_a_model_is_searched_without_its_recovery_adapter_where_that_is_asked_fo
     said, _ = run_ranks(2, work, False)
     assert "written to" in said[-1]
     assert [entry[0] for entry in stored(folder)] == [399]
+
+
+def test_as_many_prompts_are_taken_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[Sequence[str]] = []
+    monkeypatch.setattr(tune, "tune_runahead", lambda _, __, texts, *given, **named: taken.append(texts))
+    assert run(["tune", "runahead", "--limit", "3"]) == 0
+    assert [len(texts) for texts in taken] == [3]
 
 
 def test_lengths_above_the_context_are_one_length_and_that_is_said(tmp_path: Path) -> None:

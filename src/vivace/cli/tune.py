@@ -84,7 +84,7 @@ def tune(
             raise ConfigError(
                 "runahead divides prompts: leave out --floor, --answers, --max-new-tokens, --longest and --batch"
             )
-        texts = [str(row.request) for row in read_prompts(prompts, None)]
+        texts = [str(row.request) for row in read_prompts(prompts, limit)]
         tune_runahead(model, "1k,2k,4k" if lengths is None else lengths, texts, load, ranks, keep=keep, as_json=as_json)
     else:
         if lengths is not None or ranks != options.ParallelFlags():
