@@ -176,6 +176,7 @@ class Ways:
     def search(self, prompt: Sequence[int]) -> tuple[list[int], float]:
         """Return the fastest pieces of a prompt that are found by timing them, and their time."""
         length, grid = len(prompt) - 1, GRID
+        self._loading.reading.fixed = None
         start = self._loading.reading.counts(self._whole.model, length, grid)
 
         def seconds(counts: tuple[int, ...]) -> float:
@@ -188,6 +189,7 @@ class Ways:
         if name == "runahead":
             return self.search(prompt)[0]
         if name == "runahead-model":
+            self._loading.reading.fixed = None  # a search before may have set some
             return self._loading.reading.counts(self._whole.model, length, GRID)
         equal = name == "runahead-even" or name.startswith("sequence")
         return even(length, min(ranks, -(-length // GRID)), GRID) if equal else None
