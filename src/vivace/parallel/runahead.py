@@ -104,16 +104,24 @@ class RunaheadPrefill:
         """Return how many seconds each way takes for a prompt of more than one chunk, by the costs.
 
         Among them are "pipeline" and "tensor", which hold other weights or keep entries elsewhere and can therefore
-        not be chosen for one prompt.
+        not be chosen for one prompt; they are left out where the model cannot be shared so at all.
         """
         num_ranks = min(self.world.size, -(-length // chunk))
         together = self.costs or Costs.of(model.config)
         pieces, equal = self.counts(model, length, chunk, KIND), even(length, num_ranks, chunk)
         works = self.works(model)
-        return prompt_times(length, pieces, equal, together, self.alone or together, self.world.size, works)
+        found = prompt_times(length, pieces, equal, together, self.alone or together, self.world.size, works)
+        return self._possible(model, found)
+
+    def _possible(self, model: Decoder, times: Mapping[str, float]) -> dict[str, float]:
+        """Leave out a pipeline of experts, or of fewer layers than ranks: nobody could start one."""
+        is_possible = model.config.moe is None and model.config.num_layers >= self.world.size
+        return {way: seconds for way, seconds in times.items() if is_possible or way != "pipeline"}
 
     def works(self, model: Decoder) -> tuple[ShareWork, ...]:
         """Return the ranks' parts of a layer with heads and columns divided; nothing where they cannot be."""
+        if model.config.moe is not None:
+            return ()
         try:
             return share_work(model.config, self.world.size)
         except ConfigError:
@@ -134,7 +142,7 @@ class RunaheadPrefill:
         reason = f"read by {self.chosen(model, found)}; expected {told}"
         works = self.works(model)
         if self.costs is not None and self.alone is not None and works:
-            steps = decoding_times(self.costs, self.alone, works)
+            steps = self._possible(model, decoding_times(self.costs, self.alone, works))
             reason += "; decoded by one, expected a token " + ", ".join(
                 f"{w} {1e3 * s:.1f} ms" for w, s in steps.items()
             )
