@@ -15,7 +15,7 @@ from tests.parallel.ranks import run_ranks
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.load import load_config
-from vivace.errors import MismatchError, NotFoundError
+from vivace.errors import CorruptError, MismatchError, NotFoundError
 from vivace.kernels.wire import LEAST_STEP
 from vivace.parallel.calibration import GAMMA, FeatureRange, Seen
 from vivace.parallel.collective import HalfWire, LinkedSum, summed_as_sent, summed_in_two_shots
@@ -214,3 +214,20 @@ def test_nothing_is_fed_back_to_other_rows() -> None:
     wire.encode(rows, (0, "o"), 0)
     fewer = wire.encode(rows[-1:], (0, "down"), 0)
     assert torch.equal(fewer[0], LowBitWire(calibrated(2), "open").encode(rows[-1:], (0, "down"), 0)[0])
+
+
+@pytest.mark.parametrize("damage", ["no steps", "other shapes", "other ranks", "not finite", "flat"])
+def test_a_damaged_calibration_is_refused_by_name(damage: str, tmp_path: Path) -> None:
+    """One with numbers that are not finite would make every answer of the model one of nothing."""
+    tensors = calibrated(2).tensors()
+    change: dict[str, Any] = {
+        "no steps": {"step": None},
+        "other shapes": {"step": tensors["step"][..., :5].contiguous()},
+        "other ranks": {name: part[:, :2].contiguous() for name, part in tensors.items()},
+        "not finite": {"step": torch.full_like(tensors["step"], torch.nan)},
+        "flat": {name: part.flatten() for name, part in tensors.items()},
+    }
+    stored = {name: part for name, part in (tensors | change[damage]).items() if part is not None}
+    save_adapter(tmp_path / "lowbit-2", KIND, "abc", {}, {"num_ranks": 2, "dtype": "float32"}, stored)
+    with pytest.raises(CorruptError, match=r"lowbit-2 holds no calibration .*vivace train lowbit ranks=2"):
+        Calibration.read(tmp_path / "lowbit-2", "abc", 2, "float32")

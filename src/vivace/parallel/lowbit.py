@@ -34,7 +34,7 @@ from torch import Tensor
 
 from vivace.checkpoint.adapters import load_adapter
 from vivace.core.summed import Point
-from vivace.errors import MismatchError, NotFoundError
+from vivace.errors import CorruptError, MismatchError, NotFoundError
 from vivace.kernels.wire import LEAST_STEP, WireCode
 
 KIND = "lowbit"
@@ -76,6 +76,7 @@ class Calibration:
         Raises:
             NotFoundError: there is none.
             MismatchError: it is of another checkpoint, number of ranks or dtype, or no calibration.
+            CorruptError: a tensor is missing, of another shape, or not finite.
         """
         place = Path(folder)
         if not place.is_dir():
@@ -96,7 +97,15 @@ class Calibration:
                     f"the calibration {place} is for {name} {found}, this is {name} {value}; calibrate again: vivace "
                     f"train lowbit ranks={num_ranks}"
                 )
-        return Calibration(num_ranks, dtype, *(tensors[name] for name in ("low", "high", "step")))
+        parts = [tensors[name] for name in ("low", "high", "step") if name in tensors]
+        shapes = {part.shape for part in parts}
+        is_whole = len(parts) == 3 and len(shapes) == 1 and parts[0].dim() == 3 and parts[0].shape[1] == num_ranks + 1
+        if not is_whole or not all(bool(part.isfinite().all()) for part in parts):
+            raise CorruptError(
+                f"{place} holds no calibration of {num_ranks} ranks, or one that is damaged; calibrate again: vivace "
+                f"train lowbit ranks={num_ranks}"
+            )
+        return Calibration(num_ranks, dtype, *parts)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what is stored."""
