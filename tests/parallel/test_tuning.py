@@ -1,4 +1,4 @@
-"""``vivace tune runahead`` on two ranks: what is asked for is done or refused, and the table can be read."""
+"""``vivace tune runahead`` and ``bench parallel`` on two ranks: what is asked for is done, or refused."""
 
 from __future__ import annotations
 
@@ -53,6 +53,21 @@ def test_a_model_is_searched_without_its_recovery_adapter_where_that_is_asked_fo
     said, _ = run_ranks(2, work, False)
     assert "written to" in said[-1]
     assert [entry[0] for entry in stored(folder)] == [399]
+
+
+def test_ways_are_compared_without_a_recovery_adapter_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Ranks wear none, and the message says to give --no-recovery, which this command has to have."""
+    folder, report = make_checkpoint(tmp_path / "m", context=512), tmp_path / "report.json"
+
+    def work(words: Sequence[str]) -> int:
+        opening.recovery_of = lambda base: base / "adapters" / "recovery"
+        asked = ["--lengths", "300", "--ways", "one", "--batches", "0", "--repeats", "1", "--json", str(report)]
+        return run(["bench", "parallel", "--model", str(folder), "--kernels", "torch", *asked, *words])
+
+    assert run_ranks(2, work, [])[0] == UsageError.exit_code
+    assert not report.exists()
+    assert run_ranks(2, work, ["--no-recovery"])[0] == 0
+    assert [row["num_tokens"] for row in json.loads(report.read_text())["rows"]] == [300]
 
 
 def test_as_many_prompts_are_taken_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ def parallel(
     prompts: Prompts = "e2e",
     kernels: options.Kernels = "auto",
     dtype: options.Dtype = "auto",
+    recovery: options.Recovery = True,
     link_interface: options.LinkInterface = None,
     timeout: options.Timeout = None,
     json_file: options.ReportFile = None,
@@ -67,9 +68,8 @@ def parallel(
     world = worlds.join(interface=link_interface, timeout_s=timeout)
     with world.guarding():
         loading = EveryLoading(world, list(dict.fromkeys(forms)))
-        whole = vivace.load(model, kernels=kernels, dtype=dtype, parallel=loading)
-        share = vivace.load(model, kernels=kernels, dtype=dtype, parallel=loading)
-        stages = vivace.load(model, kernels=kernels, dtype=dtype, parallel=loading)
+        how: dict[str, Any] = {"kernels": kernels, "dtype": dtype, "recovery": recovery, "parallel": loading}
+        whole, share, stages = (vivace.load(model, **how) for _ in range(3))
         engines = whole, share, stages
         measured = Ways(loading, *engines, names, interface=link_interface, searched=search, note=console.note)
         texts = [str(row.request) for row in read_prompts(prompts, None)]
