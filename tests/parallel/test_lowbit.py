@@ -15,7 +15,7 @@ from tests.parallel.ranks import run_ranks
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import base_hash, save_adapter
 from vivace.checkpoint.load import load_config
-from vivace.errors import CorruptError, MismatchError, NotFoundError
+from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError
 from vivace.kernels.wire import LEAST_STEP
 from vivace.parallel.calibration import GAMMA, FeatureRange, Seen
 from vivace.parallel.collective import HalfWire, LinkedSum, summed_as_sent, summed_in_two_shots
@@ -214,6 +214,14 @@ def test_nothing_is_fed_back_to_other_rows() -> None:
     wire.encode(rows, (0, "o"), 0)
     fewer = wire.encode(rows[-1:], (0, "down"), 0)
     assert torch.equal(fewer[0], LowBitWire(calibrated(2), "open").encode(rows[-1:], (0, "down"), 0)[0])
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_sums_that_are_not_finite_are_not_calibrated(number: float) -> None:
+    x = torch.ones(3, WIDTH)
+    x[1, 5] = number
+    with pytest.raises(ConfigError, match=r"not finite .*--dtype float32"):
+        Seen(2).update(x, POINT, 1)
 
 
 @pytest.mark.parametrize("damage", ["no steps", "other shapes", "other ranks", "not finite", "flat"])

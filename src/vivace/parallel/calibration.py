@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vivace.core.config import ModelConfig
 from vivace.core.summed import Point
+from vivace.errors import ConfigError
 from vivace.kernels.wire import LEAST_STEP
 from vivace.parallel.collective import SameWire, Wire
 from vivace.parallel.lowbit import SITES, Calibration
@@ -39,8 +40,16 @@ class FeatureRange:
     counts: Tensor | None = None
 
     def update(self, x: Tensor) -> None:
-        """Take in the rows (T, E) of one text."""
+        """Take in the rows (T, E) of one text.
+
+        Raises:
+            ConfigError: one of their numbers is not finite, so that there is no range.
+        """
         wide = x.float()
+        if not bool(wide.isfinite().all()):
+            raise ConfigError(
+                "a sum over ranks is not finite for one of the texts; leave that text out, or try --dtype float32"
+            )
         low, high = wide.amin(0), wide.amax(0)
         if self.low is None or self.high is None:
             self.low, self.high = low, high
