@@ -460,37 +460,6 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         USAGE,
         "runahead divides prompts: leave out --floor",
     ),
-    "boundaries of another cache": (
-        ("tune", "runahead", "--model", "tiny", "--kv", "int8", "--weights", "q4", "--adapter", "tiny"),
-        USAGE,
-        "leave out --adapter, --weights, --kv",
-    ),
-    "boundaries of no length": (
-        ("tune", "runahead", "--model", "tiny", "--lengths", ","),
-        USAGE,
-        "',' is no number of tokens",
-    ),
-    "boundaries of an empty length": (
-        ("tune", "runahead", "--model", "tiny", "--lengths", ""),
-        USAGE,
-        "'' is no number of tokens, such as 512 or 2k",
-    ),
-    "boundaries of a short prompt behind a long one": (
-        ("tune", "runahead", "--model", "tiny", "--lengths", "4k,200"),
-        USAGE,
-        "prompts of up to 257 tokens are read by one rank",
-    ),
-    "ways for no length": (
-        ("bench", "parallel", "--model", "tiny", "--lengths", ","),
-        USAGE,
-        "',' is no number of tokens",
-    ),
-    "ways for no way": (("bench", "parallel", "--model", "tiny", "--ways", ","), USAGE, "--ways names no way"),
-    "boundaries on an accelerator": (
-        ("tune", "runahead", "--model", "tiny", "--device", "cuda"),
-        USAGE,
-        "ranks compute on the CPU",
-    ),
     "formats of weights beside forms of sums": (
         ("evaluate", "tiny", "--wire", "int8", "--weights", "q4"),
         USAGE,

@@ -70,6 +70,26 @@ def test_ways_are_compared_without_a_recovery_adapter_where_that_is_asked_for(tm
     assert [row["num_tokens"] for row in json.loads(report.read_text())["rows"]] == [300]
 
 
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        ("tune runahead --kv int8 --weights q4 --adapter tiny", "leave out --adapter, --weights, --kv"),
+        ("tune runahead --no-remember", "leave out --no-remember"),
+        ("tune runahead --device cuda", "ranks compute on the CPU"),
+        ("tune runahead --lengths ,", "',' is no number of tokens"),
+        ("tune runahead --lengths=", "'' is no number of tokens, such as 512 or 2k"),
+        ("tune runahead --lengths 4k,200", "prompts of up to 257 tokens are read by one rank"),
+        ("bench parallel --lengths ,", "',' is no number of tokens"),
+        ("bench parallel --ways ,", "--ways names no way"),
+    ],
+)
+def test_what_is_wrong_is_said_before_ranks_meet(
+    words: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(words.split()) == UsageError.exit_code
+    assert complaint in capsys.readouterr().err
+
+
 def test_as_many_prompts_are_taken_as_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Sequence[str]] = []
     monkeypatch.setattr(tune, "tune_runahead", lambda _, __, texts, *given, **named: taken.append(texts))
