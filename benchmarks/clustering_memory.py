@@ -4,13 +4,13 @@
 
 The rows of ``vivace bench palette``, the hooks on several ranks of gloo, which share what they keep, and, where it is
 installed, DKM of coremltools (Cho et al. 2022, arXiv:2108.12659) with as many rounds. Its own hooks (eDKM) ask for CUDA
-and are not measured. Every row is a process of its own, or one for each rank.
+and are not measured. Every row is a process of its own, or one for each rank. Peaks of these rows are counted from what
+the process has before the pass, without a smaller pass before it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import tempfile
 import time
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.result_files import write_report
 from vivace.errors import CapacityError
 from vivace.evaluate.clustering import ClusteringCost, clustering_cost
 from vivace.evaluate.provenance import provenance
@@ -61,26 +62,25 @@ def main() -> None:
         "setting": setting,
         "costs": [asdict(cost) for cost in costs],
     }
-    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_report(options.out, report)
 
 
 def on_ranks(shape: tuple[int, int], rows: int | None, ranks: int) -> ClusteringCost:
     """Return the cost of the hooks on several ranks, of the rank where each number is largest."""
     with tempfile.TemporaryDirectory() as folder:
-        each = measured(_with_group, shape, rows, ranks, f"file://{folder}/ranks", count=ranks)
-    return each
+        return measured(_with_group, shape, rows, ranks, f"file://{folder}/ranks", count=ranks)
 
 
-def measured(measure: Callable[..., ClusteringCost], *values: Any, count: int = 1) -> ClusteringCost:
-    """Return what a function measures in a new process, or the largest numbers of several that know their index.
+def measured(measure: Callable[..., ClusteringCost], *values: Any, count: int | None = None) -> ClusteringCost:
+    """Return what a function measures in a new process, or the largest numbers of ``count`` that know their index.
 
     Raises:
         CapacityError: a process ended before it was done.
     """
     context = multiprocessing.get_context("spawn")
-    ends = [context.Pipe(duplex=False) for _ in range(count)]
+    ends = [context.Pipe(duplex=False) for _ in range(count or 1)]
     started = [
-        context.Process(target=_send, args=(sender, measure, *values, *([index] if count > 1 else [])))
+        context.Process(target=_send, args=(sender, measure, *values, *([] if count is None else [index])))
         for index, (_, sender) in enumerate(ends)
     ]
     for process, (_, sender) in zip(started, ends, strict=True):
@@ -89,7 +89,7 @@ def measured(measure: Callable[..., ClusteringCost], *values: Any, count: int = 
     try:
         found: list[ClusteringCost] = [receiver.recv() for receiver, _ in ends]
     except EOFError as exc:
-        raise CapacityError(f"{measure.__name__} {values} ended early, most likely for lack of memory") from exc
+        raise CapacityError(f"{measure.__name__} {values} ended early: lack of memory, or what it printed") from exc
     finally:
         for process in started:
             process.join()

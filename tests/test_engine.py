@@ -112,8 +112,15 @@ def test_text_parts_of_a_message_are_one_text(engine: vivace.Engine) -> None:
         for content in ("the quick brown fox", parts)
     )
     assert whole.tokens == divided.tokens
-    called = [{"role": "assistant", "content": None, "tool_calls": []}, {"role": "user", "content": "a"}]
-    assert engine.request(called, vivace.Options()).tokens
+    calls = [{"type": "function", "function": {"name": "look", "arguments": {}}}]
+    silent, empty = (
+        engine.request(
+            [{"role": "assistant", "content": content, "tool_calls": calls}, {"role": "user", "content": "a"}],
+            vivace.Options(),
+        )
+        for content in (None, "")
+    )
+    assert silent.tokens == empty.tokens
 
 
 def test_logits_are_those_of_every_position(engine: vivace.Engine) -> None:

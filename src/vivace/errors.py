@@ -100,7 +100,10 @@ class DependencyError(VivaceError):
 
 def shown(value: object) -> str:
     """Return a value as messages show it: on one line, and cut where it is long."""
-    return " ".join(reprlib.repr(value).split())
+    try:
+        return " ".join(reprlib.repr(value).split())
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "a number of thousands of digits"
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

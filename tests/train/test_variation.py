@@ -75,7 +75,9 @@ def test_exercises_keep_the_prompts_order_where_invented_values_are_alike() -> N
     """With few words to invent from, one value is often a part of another, or one that only the answer has."""
     few = Variation(VariationConfig(values=(NAME,)), [("", "Fen Weir Er")])
     pair = ("Describe: name[Al Fo], near[Burgerhouse], near[Ivy Hall]", "name[er], near[We] and so on")
-    for prompt, answer in copying_exercises([pair], 400.0, few, random.Random(0)):
+    made = copying_exercises([pair], 400.0, few, random.Random(0))
+    assert len(made) == 400
+    for prompt, answer in made:
         assert answer == ", ".join(re.findall(NAME, prompt))
 
 

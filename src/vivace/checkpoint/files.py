@@ -380,14 +380,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     path.touch()
     mode = path.stat().st_mode
     save_file({name: t.detach().contiguous() for name, t in tensors.items()}, path, metadata=facts)
-    path.chmod(mode)
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = {**json.loads(file.read(size)), "__metadata__": dict(sorted(facts.items()))}
+        ordered = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(ordered) <= size, "Python spells the header as safetensors does"
         file.seek(8)
-        file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
+        file.write(ordered.ljust(size))
         file.flush()
         os.fsync(file.fileno())
+    path.chmod(mode)
 
 
 def summary(names: Sequence[str], limit: int = 5) -> str:

@@ -61,7 +61,7 @@ def parallel(
     from vivace.parallel import world as worlds
     from vivace.parallel.every import EveryLoading
 
-    names, sizes, sets = split_names(ways), _sizes(lengths), [size for size in _sizes(batches) if size]
+    names, sizes, sets = split_names(ways), sizes_of(lengths), [size for size in sizes_of(batches) if size]
     if not names:
         raise ConfigError(f"--ways names no way in {ways!r}; give one, or leave it out")
     forms = [name.partition(":")[2] or "same" for name in names if name.startswith("tensor")] or ["same"]
@@ -128,7 +128,7 @@ def works_of(config: ModelConfig) -> dict[str, list[dict[str, float]]]:
     return found
 
 
-def _sizes(text: str) -> list[int]:
+def sizes_of(text: str) -> list[int]:
     """Return numbers with commas; a k behind one multiplies it by 1024.
 
     Raises:
@@ -138,7 +138,7 @@ def _sizes(text: str) -> list[int]:
     for word in split_names(text) or [text]:
         digits, is_kilo = word.removesuffix("k"), word.endswith("k")
         if not digits.isdecimal():
-            raise ConfigError(f"{word!r} is no number of tokens, such as 512 or 2k")
+            raise ConfigError(f"{word!r} is no number, such as 512 or 2k")
         found.append(int(digits) * (1024 if is_kilo else 1))
     return found
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vivace
-from vivace.cli.bench_parallel import _sizes, within
+from vivace.cli.bench_parallel import sizes_of, within
 from vivace.cli.console import console
 from vivace.cli.first_token import SPACE, prompt_of
 from vivace.cli.options import LoadFlags, ParallelFlags
@@ -27,8 +27,8 @@ TIMES = 3
 MOST = 12
 """Most partitions that are timed for one length."""
 USED = ("device", "dtype", "kernels", "recovery", "ignore_config_key")
-"""Flags of loading that a search obeys. A table is not of a format of weights or of keys and values, so that it is not
-searched with one either."""
+"""Flags of loading that a search obeys. A table does not record the format of weights or of the KV cache, so it is
+searched with the default ones."""
 
 
 def tune_runahead(
@@ -57,9 +57,10 @@ def tune_runahead(
         raise ConfigError("tune runahead searches for --parallel runahead; leave out --parallel and --wire")
     idle = [each for each in fields(load) if each.name not in USED and getattr(load, each.name) != each.default]
     if idle:
-        flags = ", ".join(("--no-" if each.default is True else "--") + each.name.replace("_", "-") for each in idle)
+        kinds = ("--no-" if getattr(load, each.name) is False else "--" for each in idle)
+        flags = ", ".join(kind + each.name.replace("_", "-") for kind, each in zip(kinds, idle, strict=True))
         raise ConfigError(f"tune runahead times the checkpoint as it is; leave out {flags}")
-    sizes = _sizes(lengths)
+    sizes = sizes_of(lengths)
     _check_length(min(sizes))  # before anything is searched
     settings = {"device": load.device}
     opening = SharedLoading.of(RUNAHEAD, interface=ranks.link_interface, timeout_s=ranks.timeout, settings=settings)

@@ -36,7 +36,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vivace.errors import ConfigError
+from vivace.errors import ConfigError, shown
 
 EarlyStopping = bool | Literal["never"]
 Integers = NDArray[np.int64]
@@ -67,7 +67,7 @@ class BeamPlan:
                 f"{self.num_return_sequences}"
             )
         if not abs(self.length_penalty) <= 100:  # nor is one that is not a number
-            raise ConfigError(f"length_penalty must be between -100 and 100, found {self.length_penalty}")
+            raise ConfigError(f"length_penalty must be between -100 and 100, found {shown(self.length_penalty)}")
         if self.early_stopping not in (True, False, "never"):
             raise ConfigError(f"early_stopping must be true, false or 'never', found {self.early_stopping!r}")
 

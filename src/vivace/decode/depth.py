@@ -28,7 +28,7 @@ from vivace.core.model import Decoder
 from vivace.core.seams import Draft, TargetPass
 from vivace.core.step import Step
 from vivace.decode.forward import ForwardPass
-from vivace.errors import ConfigError
+from vivace.errors import ConfigError, shown
 
 Missing = Literal["deferred", "propagate", "mask"]
 """What replaces the keys and values above a row's exit."""
@@ -73,7 +73,7 @@ class ExitPlan:
             if plan.quality - 1e-9 < wanted < plan.quality + 1e-9:
                 return plan
         known = ", ".join(f"{plan.quality:g}" for plan in self.qualities)
-        raise ConfigError(f"quality is {wanted}; the thresholds of this adapter are for {known or 'none'}")
+        raise ConfigError(f"quality is {shown(wanted)}; the thresholds of this adapter are for {known or 'none'}")
 
 
 class ExitPolicy(Protocol):

@@ -1,9 +1,9 @@
-"""Arguments of ``vivace.load``: what is of another kind is told in a line, before any file is read."""
+"""Arguments of ``vivace.load``: what has the wrong type is told in a line, before any file is read."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from vivace.errors import ConfigError, shown
 
@@ -43,8 +43,10 @@ def as_texts(name: str, value: object) -> tuple[str, ...]:
     Raises:
         ConfigError: it is neither.
     """
-    found = (value,) if isinstance(value, str) else value
-    if isinstance(found, Sequence | set | frozenset) and not isinstance(found, bytes | bytearray | memoryview):
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes | bytearray | memoryview):
+        found = tuple(value)
         texts = tuple(one for one in found if isinstance(one, str))
         if len(texts) == len(found):
             return texts

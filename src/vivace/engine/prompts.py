@@ -42,20 +42,24 @@ def as_prompt(prompt: Any) -> Prompt:
 
 
 def _message(number: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message with its content as one text: a template takes anything else for nothing, or for its spelling in
-    Python. A message with calls of tools may have no content.
+    """Return a message whose content is one text.
+
+    Chat templates drop other content, or print it as Python spells it. An assistant's message with tool calls may have
+    no content, which is an empty text.
 
     Raises:
         ConfigError: it has no role or no text.
     """
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise ConfigError(f"message {number} needs a role, which is a text, found {shown(message)}")
-    if isinstance(content, str) or (content is None and "tool_calls" in message):
+        raise ConfigError(f"message {number} needs a role (a text), found {shown(message)}")
+    if isinstance(content, str):
         return message
+    if content is None and role == "assistant" and message.get("tool_calls"):
+        return {**message, "content": ""}
     parts: list[Any] = list(content) if isinstance(content, Sequence) and _is_list(content) else [content]
     texts = [part["text"] for part in parts if _is_text_part(part)]
-    if len(texts) < len(parts):
+    if not parts or len(texts) < len(parts):
         raise ConfigError(
             f"message {number} cannot be read: content must be a text or a list of text parts, found {shown(message)}"
         )

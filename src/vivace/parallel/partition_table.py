@@ -42,8 +42,8 @@ class Table:
     def counts(self, length: int, grid: int, num_pieces: int) -> list[int] | None:
         """Return the pieces of a prompt: those of the table, or between those of its neighbours, on the grid.
 
-        Only entries of so many pieces are asked; None is returned where there is none. A table of short prompts alone
-        has fewer pieces than ranks, and says nothing of prompts that all of them read.
+        Only entries of ``num_pieces`` pieces count; None where there is none. A table of short prompts alone has fewer
+        pieces than ranks, and says nothing of prompts that all of them read.
         """
         entries = [entry for entry in self.entries if len(entry.counts) == num_pieces]
         if not entries:
@@ -134,15 +134,15 @@ def read_table(folder: Path, base: str, facts: Mapping[str, Any]) -> Table:
     found = [entry for entry in entries if entry is not None]
     if not found or len(found) < len(entries):
         raise CorruptError(
-            f"{folder} holds no table of partitions, or pieces that do not add up to their lengths or are more than "
-            "there are ranks; search again: vivace tune runahead"
+            f"{folder} holds no usable table of partitions (a row is damaged, or has more pieces than there are "
+            "ranks); search again: vivace tune runahead"
         )
     fastest = {entry.length: entry for entry in sorted(found, key=lambda entry: -entry.seconds)}
     return Table(tuple(fastest[length] for length in sorted(fastest)))
 
 
 def _entry_of(row: Any, num_ranks: int) -> PartitionEntry | None:
-    """Return what a stored row says, or None where that cannot be: then nobody could read by it."""
+    """Return what a stored row says, or None where the row is damaged."""
     try:
         length, counts, seconds, even_s = row
         entry = PartitionEntry(length, tuple(counts), float(seconds), float(even_s))

@@ -37,7 +37,7 @@ from vivace.train.data import sample_of
 from vivace.train.distillation import DistillationLoss
 from vivace.train.optim import OptimiserConfig
 
-FEW = 3
+DEFAULT_BITS = 3
 """Bits of a code where neither recipe nor folder says how many."""
 
 
@@ -95,7 +95,8 @@ class PaletteRecipe(FrozenRecipe):
         """Round the model by GPTQ, or read how it was rounded, and return what trains from there.
 
         Raises:
-            MismatchError: the folder to begin with has other matrices, or others than the recipe asks for.
+            MismatchError: the folder to begin with has other matrices, or other bits or entries than the recipe asks
+                for.
         """
         return PaletteTraining(self, context)
 
@@ -110,7 +111,10 @@ class PaletteTraining(Trainable):
         engine, note = context.engine, context.report.note
         self.texts = _texts(recipe, context)
         self.settings = CompressConfig(
-            recipe.bits or FEW, method="gptq", has_scales=recipe.has_scales is not False, rounds_ends=recipe.rounds_ends
+            recipe.bits or DEFAULT_BITS,
+            method="gptq",
+            has_scales=recipe.has_scales is not False,
+            rounds_ends=recipe.rounds_ends,
         )
         self.source = open_checkpoint(engine.folder)
         student = load_decoder(engine.folder, dtype="float32")
@@ -159,15 +163,15 @@ class PaletteTraining(Trainable):
             codes = found.get(name)
             if codes is None or codes.shape != tuple(part.weight.shape):
                 raise MismatchError(f"{folder} has no palette of {name} that training could begin with")
-            if isinstance(codes, PaletteCodes):
-                if recipe.bits not in (None, codes.bits):
-                    raise MismatchError(f"{folder} has {codes.bits} bits in {name}, and the recipe says {recipe.bits}")
-                if recipe.has_scales not in (None, codes.scales is not None):
-                    kind = "bfloat16" if codes.scales is None else "integers with scales"
-                    raise MismatchError(f"{folder} has {kind} in {name}, and the recipe says otherwise (has_scales)")
+            bits = codes.bits if isinstance(codes, PaletteCodes) else 8
+            if recipe.bits not in (None, bits):
+                raise MismatchError(f"{folder} has {bits} bits in {name}, and the recipe says {recipe.bits}")
+            if isinstance(codes, PaletteCodes) and recipe.has_scales not in (None, codes.scales is not None):
+                kind = "bfloat16" if codes.scales is None else "integers with scales"
+                raise MismatchError(f"{folder} has {kind} in {name}, and the recipe says otherwise (has_scales)")
             part.weight.data = codes.dense()
         if not any(isinstance(codes, PaletteCodes) for codes in found.values()):
-            raise MismatchError(f"every matrix of {folder} has eight bits, and training is of palettes")
+            raise MismatchError(f"there is no palette to train in {folder}: every matrix has eight bits")
         return found
 
     def finish(self) -> TrainedAdapter:

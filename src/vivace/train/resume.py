@@ -143,6 +143,8 @@ def read_state(path: Path) -> dict[str, Any]:
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
     except Exception as exc:  # unpickling takes bytes for instructions, and those of another file fail in any way
         reason = " ".join(str(exc).split())[:200]
         raise CorruptError(f"{path} is truncated or not a training state: {reason}") from exc
