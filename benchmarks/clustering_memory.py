@@ -14,7 +14,7 @@ import argparse
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
@@ -43,32 +43,32 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     options = parser.parse_args()
     shape = tuple(options.shape)
+    setting = {"shape": list(shape), "bits": BITS, "rounds": ROUNDS, "threads": 1}
     costs: list[ClusteringCost] = []
+    report = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting}
+    for cost in every_cost(shape, options.ranks):
+        print(cost, flush=True)
+        costs.append(cost)
+        write_report(options.out, {**report, "costs": [asdict(each) for each in costs]})
+
+
+def every_cost(shape: tuple[int, int], ranks: Sequence[int]) -> Iterator[ClusteringCost]:
+    """Yield the cost of each row of the table, as soon as it is measured."""
     for rows in (None, 16):
         for mode in reversed(MODES):
-            costs.append(clustering_cost(shape, BITS, rows, ROUNDS, mode, threads=1))
-            print(costs[-1], flush=True)
-        for ranks in options.ranks:
-            costs.append(on_ranks(shape, rows, ranks))
-            print(costs[-1], flush=True)
+            yield clustering_cost(shape, BITS, rows, ROUNDS, mode, threads=1)
+        for count in ranks:
+            yield on_ranks(shape, rows, count)
         if find_spec("coremltools") is None:
             print("coremltools is not installed, and has no row")
         else:
-            costs.append(measured(of_coremltools, shape, rows))
-            print(costs[-1], flush=True)
-    setting = {"shape": list(shape), "bits": BITS, "rounds": ROUNDS, "threads": 1}
-    report = {
-        "provenance": asdict(provenance(torch.device("cpu"))),
-        "setting": setting,
-        "costs": [asdict(cost) for cost in costs],
-    }
-    write_report(options.out, report)
+            yield measured(of_coremltools, shape, rows)
 
 
-def on_ranks(shape: tuple[int, int], rows: int | None, ranks: int) -> ClusteringCost:
+def on_ranks(shape: tuple[int, int], rows: int | None, num_ranks: int) -> ClusteringCost:
     """Return the cost of the hooks on several ranks, of the rank where each number is largest."""
     with tempfile.TemporaryDirectory() as folder:
-        return measured(_with_group, shape, rows, ranks, f"file://{folder}/ranks", count=ranks)
+        return measured(_with_group, shape, rows, num_ranks, f"file://{folder}/ranks", count=num_ranks)
 
 
 def measured(measure: Callable[..., ClusteringCost], *values: Any, count: int | None = None) -> ClusteringCost:

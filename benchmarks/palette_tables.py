@@ -103,11 +103,14 @@ def _judged_on(ways: Mapping[str, Any]) -> str:
     )
 
 
-def memory(path: Path) -> str:
-    """Return what clustering one matrix keeps for the way back, by mode, and how much less that is than autograd's."""
-    if not path.is_file():
-        return NO_RUN
-    written = json.loads(path.read_text(encoding="utf-8"))
+def memory(folder: Path) -> str:
+    """Return what clustering one matrix keeps for the way back, by mode, and how much less that is than autograd's, for
+    each matrix that was measured.
+    """
+    return "\n\n".join(_memory_of(written) for _, written in read_named(folder, "*x*.json")) or NO_RUN
+
+
+def _memory_of(written: Any) -> str:
     setting, costs = written["setting"], written["costs"]
     height, width = setting["shape"]
     plain = {cost["rows"]: cost for cost in costs if cost["mode"] == "plain"}

@@ -169,7 +169,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         },
         techniques / "palette.md": {
             "quality": palette_tables.quality(RESULTS / "palettes"),
-            "memory": palette_tables.memory(RESULTS / "clustering" / "4096x4096.json"),
+            "memory": palette_tables.memory(RESULTS / "clustering"),
             "kernels": palette_tables.kernels(RESULTS / "kernels" / "palettes.json"),
             "steps": palette_tables.steps(RESULTS / "clustering"),
         },
