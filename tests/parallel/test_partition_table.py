@@ -13,7 +13,7 @@ from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.load import load_config
 from vivace.errors import CorruptError, MismatchError
 from vivace.parallel.partition import Costs, alone_s, balanced, even, first_token_s, gathered_s
-from vivace.parallel.partition_table import PartitionEntry, Table, read_table, save_table, search
+from vivace.parallel.partition_table import PartitionEntry, Table, entries_before, read_table, save_table, search
 from vivace.parallel.prediction import prompt_times
 from vivace.parallel.runahead import RunaheadPrefill
 
@@ -85,6 +85,19 @@ def test_a_table_survives_the_disk_and_is_refused_elsewhere(tmp_path: Path) -> N
     (folder / "config.json").write_text(json.dumps(written))
     with pytest.raises(CorruptError, match="no usable table of partitions"):
         read_table(folder, "abc", FACTS)
+
+
+def test_a_later_search_keeps_the_lengths_before(tmp_path: Path) -> None:
+    """Those that it has not searched itself, and none of a table that is of something else or damaged."""
+    folder, again = tmp_path / "runahead-2", [PartitionEntry(4096, (2048, 2048), 4.0, 4.0)]
+    assert entries_before(folder, "abc", FACTS, again) == []
+    save_table(folder, "abc", FACTS, TABLE)
+    assert entries_before(folder, "abc", FACTS, again) == [TABLE.entries[0]]
+    assert entries_before(folder, "abc", FACTS, []) == list(TABLE.entries)
+    assert entries_before(folder, "abc", {**FACTS, "threads": 2}, again) == []
+    assert entries_before(folder, "abd", FACTS, again) == []
+    (folder / "config.json").write_text("{")
+    assert entries_before(folder, "abc", FACTS, again) == []
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def tune_runahead(
     """
     from vivace.checkpoint.adapters import base_hash
     from vivace.parallel.loading import SharedLoading, facts_of
-    from vivace.parallel.partition_table import Table, save_table
+    from vivace.parallel.partition_table import Table, entries_before, save_table
     from vivace.parallel.runahead import RunaheadPrefill
 
     if ranks.parallel not in (None, RUNAHEAD) or ranks.wire is not None:
@@ -85,8 +85,11 @@ def tune_runahead(
     facts = facts_of(opening.world.size, engine.model, engine.kernels.name)
     if keep:
         out = Path(engine.folder) / "adapters" / f"{RUNAHEAD}-{opening.world.size}"
-        save_table(out, base_hash(engine.folder), facts, Table(tuple(entries)))
-        console.note(f"written to {out}, where --parallel runahead and auto find it")
+        base = base_hash(engine.folder)
+        before = entries_before(out, base, facts, entries)
+        save_table(out, base, facts, Table(tuple(sorted((*before, *entries), key=lambda entry: entry.length))))
+        kept = f" beside those of {', '.join(str(entry.length) for entry in before)} tokens" if before else ""
+        console.note(f"written to {out}{kept}, where --parallel runahead and auto find it")
     if as_json:
         console.json({"facts": facts, "entries": [asdict(entry) for entry in entries]})
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vivace.checkpoint.adapters import load_adapter, save_adapter
-from vivace.errors import CorruptError, MismatchError
+from vivace.errors import CheckpointError, CorruptError, MismatchError
 from vivace.parallel.partition import on_grid
 
 KIND = "runahead"
@@ -139,6 +139,18 @@ def read_table(folder: Path, base: str, facts: Mapping[str, Any]) -> Table:
         )
     fastest = {entry.length: entry for entry in sorted(found, key=lambda entry: -entry.seconds)}
     return Table(tuple(fastest[length] for length in sorted(fastest)))
+
+
+def entries_before(
+    folder: Path, base: str, facts: Mapping[str, Any], entries: Sequence[PartitionEntry]
+) -> list[PartitionEntry]:
+    """Return the entries of a stored table that ``entries`` do not replace: those of other lengths, if it fits."""
+    try:
+        table = read_table(folder, base, facts)
+    except CheckpointError:  # there is none, or one that nobody would read any more
+        return []
+    lengths = {entry.length for entry in entries}
+    return [entry for entry in table.entries if entry.length not in lengths]
 
 
 def _entry_of(row: Any, num_ranks: int) -> PartitionEntry | None:
