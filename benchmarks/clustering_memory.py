@@ -4,35 +4,26 @@
 
 The rows of ``vivace bench palette``, the hooks on several ranks of gloo, which share what they keep, and, where it is
 installed, DKM of coremltools (Cho et al. 2022, arXiv:2108.12659) with as many rounds. Its own hooks (eDKM) ask for CUDA
-and are not measured. Every row is a process of its own, or one for each rank. Peaks of these rows are counted from what
-the process has before the pass, without a smaller pass before it.
+and are not measured. Every row is a process of its own, or one for each rank.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.result_files import write_report
-from vivace.errors import CapacityError
-from vivace.evaluate.clustering import ClusteringCost, clustering_cost
+from vivace.evaluate.clustering import ClusteringCost, clustering_cost, in_processes, pass_cost, random_matrix
 from vivace.evaluate.provenance import provenance
 from vivace.palette.clustering import MODES, cluster
 
 BITS, ROUNDS = 3, 3
-STD = 0.02
-"""Standard deviation of the matrix, as in ``vivace bench palette``."""
 
 
 def main() -> None:
@@ -62,46 +53,21 @@ def every_cost(shape: tuple[int, int], ranks: Sequence[int]) -> Iterator[Cluster
         if find_spec("coremltools") is None:
             print("coremltools is not installed, and has no row")
         else:
-            yield measured(of_coremltools, shape, rows)
+            yield in_processes("coremltools", of_coremltools, shape, rows, threads=1)[0]
 
 
 def on_ranks(shape: tuple[int, int], rows: int | None, num_ranks: int) -> ClusteringCost:
     """Return the cost of the hooks on several ranks, of the rank where each number is largest."""
+    what = f"hooks, {num_ranks} ranks"
     with tempfile.TemporaryDirectory() as folder:
-        return measured(_with_group, shape, rows, num_ranks, f"file://{folder}/ranks", count=num_ranks)
+        meeting = f"file://{folder}/ranks"
+        found = in_processes(what, _of_rank, shape, rows, num_ranks, meeting, threads=1, count=num_ranks)
+    kept, peak, forward, backward = (max(column) for column in zip(*map(_numbers, found), strict=True))
+    return ClusteringCost(what, rows, kept, peak, forward, backward)
 
 
-def measured(measure: Callable[..., ClusteringCost], *values: Any, count: int | None = None) -> ClusteringCost:
-    """Return what a function measures in a new process, or the largest numbers of ``count`` that know their index.
-
-    Raises:
-        CapacityError: a process ended before it was done.
-    """
-    context = multiprocessing.get_context("spawn")
-    ends = [context.Pipe(duplex=False) for _ in range(count or 1)]
-    started = [
-        context.Process(target=_send, args=(sender, measure, *values, *([] if count is None else [index])))
-        for index, (_, sender) in enumerate(ends)
-    ]
-    for process, (_, sender) in zip(started, ends, strict=True):
-        process.start()
-        sender.close()
-    try:
-        found: list[ClusteringCost] = [receiver.recv() for receiver, _ in ends]
-    except EOFError as exc:
-        raise CapacityError(f"{measure.__name__} {values} ended early: lack of memory, or what it printed") from exc
-    finally:
-        for process in started:
-            process.join()
-    first = found[0]
-    return ClusteringCost(
-        first.mode,
-        first.rows,
-        max(cost.kept_bytes for cost in found),
-        max(cost.peak_bytes for cost in found),
-        max(cost.forward_s for cost in found),
-        max(cost.backward_s for cost in found),
-    )
+def _numbers(cost: ClusteringCost) -> tuple[int, int, float, float]:
+    return cost.kept_bytes, cost.peak_bytes, cost.forward_s, cost.backward_s
 
 
 def of_coremltools(shape: tuple[int, int], rows: int | None) -> ClusteringCost:
@@ -112,7 +78,7 @@ def of_coremltools(shape: tuple[int, int], rows: int | None) -> ClusteringCost:
         ModuleDKMPalettizerConfig,
     )
 
-    weight = matrix(shape)
+    weight = random_matrix(shape)
     linear = torch.nn.Linear(shape[1], shape[0], bias=False, dtype=weight.dtype)
     linear.weight.data = weight.detach()
     config = ModuleDKMPalettizerConfig(
@@ -130,71 +96,21 @@ def of_coremltools(shape: tuple[int, int], rows: int | None) -> ClusteringCost:
     module.train()
     with torch.no_grad():
         module.weight_fake_quant(module.weight)
-    return _cost("coremltools DKM", rows, module.weight, lambda: module.weight_fake_quant(module.weight))
+    Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak that this had (Linux)
+    return pass_cost("coremltools DKM", rows, module.weight, lambda: module.weight_fake_quant(module.weight))
 
 
-def matrix(shape: tuple[int, int]) -> Tensor:
-    """Return the matrix that is clustered, (out, in) bfloat16, with gradients."""
-    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * STD
-    return drawn.bfloat16().requires_grad_()
-
-
-def _with_group(shape: tuple[int, int], rows: int | None, ranks: int, meeting: str, rank: int) -> ClusteringCost:
-    torch.distributed.init_process_group("gloo", init_method=meeting, world_size=ranks, rank=rank)
-    weight, kept = matrix(shape), [0]
-
-    def forward() -> Tensor:
-        made = cluster(weight, BITS, rows=rows, rounds=ROUNDS, mode="hooks", group=torch.distributed.group.WORLD)
-        assert made.kept_bytes is not None
-        kept[0] = made.kept_bytes
-        return made.weight
-
-    cost = _cost(f"hooks, {ranks} ranks", rows, weight, forward, is_watched=False)
+def _of_rank(shape: tuple[int, int], rows: int | None, num_ranks: int, meeting: str, rank: int) -> ClusteringCost:
+    torch.distributed.init_process_group("gloo", init_method=meeting, world_size=num_ranks, rank=rank)
+    group, weight = torch.distributed.group.WORLD, random_matrix(shape)
+    small = weight[:16, :64].detach().requires_grad_()
+    cluster(small, BITS, rows=16, rounds=1, mode="hooks", group=group)  # what PyTorch sets up once
+    cost = pass_cost(
+        "hooks", rows, weight, lambda: cluster(weight, BITS, rows=rows, rounds=ROUNDS, mode="hooks", group=group)
+    )
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-    return ClusteringCost(cost.mode, rows, kept[0], cost.peak_bytes, cost.forward_s, cost.backward_s)
-
-
-def _cost(
-    mode: str, rows: int | None, weight: Tensor, forward: Callable[[], Tensor], *, is_watched: bool = True
-) -> ClusteringCost:
-    """Run a forward and a backward pass; what autograd keeps is counted unless hooks of their own are at work."""
-    seen: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() != weight.untyped_storage().data_ptr():
-            seen[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    before = _forget_peak()
-    began = time.perf_counter()
-    if is_watched:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            made = forward()
-    else:
-        made = forward()
-    middle = time.perf_counter()
-    made.float().square().sum().backward()  # type: ignore[no-untyped-call]
-    ended = time.perf_counter()
-    return ClusteringCost(mode, rows, sum(seen.values()), _status("VmHWM") - before, middle - began, ended - middle)
-
-
-def _forget_peak() -> int:
-    """Let the kernel count this process's peak from here (Linux), and return the bytes that it has now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    [line] = [line for line in lines if line.startswith(f"{field}:")]
-    return int(line.split()[1]) * 1024
-
-
-def _send(sender: Connection, measure: Callable[..., ClusteringCost], *values: Any) -> None:
-    torch.set_num_threads(1)
-    sender.send(measure(*values))
+    return cost
 
 
 if __name__ == "__main__":
