@@ -175,22 +175,24 @@ class Ways:
 
     def search(self, prompt: Sequence[int]) -> tuple[list[int], float]:
         """Return the fastest pieces of a prompt that are found by timing them, and their time."""
-        length, grid = len(prompt) - 1, GRID
-        self._loading.reading.fixed = None
-        start = self._loading.reading.counts(self._whole.model, length, grid)
+        start = self._modelled(len(prompt) - 1)
 
         def seconds(counts: tuple[int, ...]) -> float:
             return self._first_token("runahead", prompt, counts)
 
-        return search(start, grid, seconds, self._searched)
+        return search(start, GRID, seconds, self._searched)
+
+    def _modelled(self, length: int) -> list[int]:
+        """Return the pieces that the model of the chain gives a prompt, whatever a search before has set."""
+        self._loading.reading.fixed = None
+        return self._loading.reading.counts(self._whole.model, length, GRID)
 
     def _pieces(self, name: str, prompt: Sequence[int]) -> Sequence[int] | None:
         length, ranks = len(prompt) - 1, self._loading.world.size
         if name == "runahead":
             return self.search(prompt)[0]
         if name == "runahead-model":
-            self._loading.reading.fixed = None  # a search before may have set some
-            return self._loading.reading.counts(self._whole.model, length, GRID)
+            return self._modelled(length)
         equal = name == "runahead-even" or name.startswith("sequence")
         return even(length, min(ranks, -(-length // GRID)), GRID) if equal else None
 

@@ -48,9 +48,6 @@ class Table:
         entries = [entry for entry in self.entries if len(entry.counts) == num_pieces]
         if not entries:
             return None
-        for entry in entries:
-            if entry.length == length:
-                return on_grid(_bounds(entry), length, grid)
         place = bisect_left([entry.length for entry in entries], length)
         low, high = entries[max(0, place - 1)], entries[min(place, len(entries) - 1)]
         share = 0.0 if low is high else (length - low.length) / (high.length - low.length)

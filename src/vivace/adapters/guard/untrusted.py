@@ -51,7 +51,7 @@ def with_material(messages: Sequence[Mapping[str, str]], tokenizer: Tokenizer) -
         inside = without_marks(message["content"], special_spellings(tokenizer))
         text = "\n".join((_NOTE.format(opens, closes), opens, inside, closes, _REMINDER))
         if found and found[-1].get("role") == "user":
-            found[-1]["content"] = (found[-1].get("content") or "") + "\n\n" + text
+            found[-1]["content"] += "\n\n" + text
         else:
             found.append({"role": "user", "content": text})
     return found
