@@ -99,7 +99,6 @@ def of_coremltools(shape: tuple[int, int], rows: int | None) -> ClusteringCost:
         module.weight_fake_quant(module.weight)
     if (trim := trimmer()) is not None:
         trim(0)  # what that pass has freed is not there for the next to use
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak that it had (Linux)
     return pass_cost("coremltools DKM", rows, module.weight, lambda: module.weight_fake_quant(module.weight))
 
 

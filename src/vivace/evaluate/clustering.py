@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vivace.errors import CapacityError
+from vivace.evaluate.memory import peak_memory, resident_memory
 from vivace.palette import cluster
 from vivace.palette.clustering import Clusters, Mode
 
@@ -28,7 +28,7 @@ class ClusteringCost:
     kept_bytes: int
     """Kept for the backward pass, every piece of memory once, without the weights themselves."""
     peak_bytes: int
-    """By which the process grew at most."""
+    """By which the process grew at most; 0 where the system does not report it."""
     forward_s: float
     backward_s: float
 
@@ -111,13 +111,15 @@ def pass_cost(mode: str, rows: int | None, weight: Tensor, forward: Callable[[],
         weight: (out, in), what is clustered, with gradients.
         forward: returns the clustered weights, with the bytes that are kept where it counts them itself.
     """
-    before = _most()
-    began = time.perf_counter()
-    made, kept = _forward(weight, forward)
-    middle = time.perf_counter()
-    made.float().square().sum().backward()
-    ended = time.perf_counter()
-    return ClusteringCost(mode, rows, kept, _most() - before, middle - began, ended - middle)
+    before = resident_memory() or 0
+    with peak_memory(torch.device("cpu")) as peak:
+        began = time.perf_counter()
+        made, kept = _forward(weight, forward)
+        middle = time.perf_counter()
+        made.float().square().sum().backward()
+        ended = time.perf_counter()
+    grown = 0 if peak.num_bytes is None else peak.num_bytes - before
+    return ClusteringCost(mode, rows, kept, grown, middle - began, ended - middle)
 
 
 def _measure(shape: tuple[int, int], bits: int, rows: int | None, rounds: int, mode: Mode) -> ClusteringCost:
@@ -146,8 +148,3 @@ def _forward(weight: Tensor, forward: Callable[[], Clusters | Tensor]) -> tuple[
     if isinstance(made, Tensor):
         return made, sum(seen.values())
     return made.weight, sum(seen.values()) if made.kept_bytes is None else made.kept_bytes
-
-
-def _most() -> int:
-    """Return the most memory that this process had so far, in bytes (Linux counts KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
