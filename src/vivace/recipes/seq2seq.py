@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from vivace.errors import ConfigError
 from vivace.train.config import LoopConfig
+from vivace.train.denoising import DenoisingConfig
 from vivace.train.optim import OptimiserConfig
 from vivace.train.variation import VariationConfig
 
@@ -78,6 +79,8 @@ class Seq2SeqRecipe:
     variation: VariationConfig = field(default_factory=VariationConfig)
     exercises: float = 0.0
     """Number of copying exercises per real pair, in the first epoch."""
+    denoising: DenoisingConfig = field(default_factory=DenoisingConfig)
+    """Pieces of sources that are to be written whole, in the first epochs."""
     languages: tuple[str, ...] = ()
     """Of a translation: the source's and the text's, as the base's tokenizer names them, such as eng_Latn, fra_Latn."""
     tokens_per_batch: int = 4096

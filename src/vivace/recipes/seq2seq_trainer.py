@@ -29,6 +29,7 @@ from vivace.recipes.seq2seq_start import start_t5
 from vivace.train.batches import DataSplit
 from vivace.train.config import TrainConfig
 from vivace.train.data import Batches, pairs_of, shuffled_groups, take_groups, texts_of
+from vivace.train.denoising import Denoising
 from vivace.train.loop import TrainResult, fit
 from vivace.train.memory import estimate_memory, require_memory
 from vivace.train.optim import Optimiser, OptimiserConfig
@@ -155,14 +156,15 @@ def _rates(recipe: Seq2SeqRecipe, base: str | Path | None) -> OptimiserConfig:
 
 
 def _batches(recipe: Seq2SeqRecipe, rows: SourceRows, pairs: Sequence[Pair]) -> Batches[SourceRow, SourceBatch]:
-    """Return the batches: the pairs, varied anew in each epoch, and in the first some copying exercises."""
+    """Return the batches: the pairs, varied anew in each epoch, in the first epochs with exercises and pieces."""
     variation = Variation(recipe.variation, pairs)
+    denoising = Denoising(recipe.denoising, pairs)
 
     def draw(rng: random.Random, epoch: int) -> list[Pair]:
         drawn = [variation.drawn(pair, rng) for pair in pairs]
         if epoch == 0:
             drawn += copying_exercises(pairs, recipe.exercises, variation, rng)
-        return drawn
+        return drawn + denoising.drawn(rng, epoch)
 
     return Batches(draw, rows, tokens_per_batch=recipe.tokens_per_batch, seed=recipe.seed)
 

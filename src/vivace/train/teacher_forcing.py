@@ -83,9 +83,10 @@ class TeacherForcing(Objective[Decoder, SourceBatch]):
 
         def part_of(h: Tensor, part: slice) -> LossPart:
             logits = model.head(h)
-            plain = F.cross_entropy(logits, targets[part], reduction="sum") / total
+            logarithms = torch.log_softmax(logits, -1)
+            plain = F.nll_loss(logarithms, targets[part], reduction="sum") / total
             right = (logits.detach().argmax(-1) == targets[part]).sum() / total
-            spread = -torch.log_softmax(logits, -1).mean(-1).sum() / total
+            spread = -logarithms.mean(-1).sum() / total
             loss = (1 - self.smoothing) * plain + self.smoothing * spread
             seen = {"loss": loss, "cross_entropy": plain, "accuracy": right}
             return loss, {name: float(value.detach()) for name, value in seen.items()}
