@@ -56,6 +56,14 @@ def test_streamed_text_is_the_text(engine: vivace.Engine) -> None:
         assert chunks[-1].result.text == whole.text
 
 
+@pytest.mark.parametrize("wrong", [{"max_new_token": 3}, {"temperature": -1.0}, {"method": "multirate"}])
+def test_a_stream_refuses_before_its_first_piece_is_asked_for(engine: vivace.Engine, wrong: dict[str, Any]) -> None:
+    with pytest.raises(vivace.VivaceError):
+        engine.stream(PROMPTS[0], **wrong)
+    with pytest.raises(vivace.VivaceError):
+        engine.stream("")
+
+
 def test_a_stream_that_is_closed_leaves_nothing_behind(checkpoint: Path) -> None:
     def drafted(engine: vivace.Engine) -> int:
         settings = {"max_new_tokens": 24, "method": "lookup", "ignore_eos": True}

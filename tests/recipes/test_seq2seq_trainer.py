@@ -13,6 +13,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
 from tests.train.tiny import PAIRS
+from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.cli.app import run
 from vivace.errors import ConfigError, MismatchError, UnsupportedError
 from vivace.prompts import Prompt
@@ -21,6 +22,7 @@ from vivace.recipes.kinds import recipe_named, recipe_of
 from vivace.recipes.seq2seq import Seq2SeqRecipe, T5Shape
 from vivace.recipes.seq2seq_trainer import train_seq2seq
 from vivace.train.config import LoopConfig
+from vivace.train.denoising import DenoisingConfig
 from vivace.train.report import Lines
 from vivace.train.source_data import SourceBatch, SourceRows
 
@@ -130,11 +132,28 @@ def test_the_shipped_recipes_and_the_command(tmp_path: Path) -> None:
     assert run(["train", "summary", "--data", str(data)]) != 0
 
 
-def test_rows_that_are_left_out_or_cut_are_named(tmp_path: Path) -> None:
-    """A text that is too long, and a source of which the model sees only the beginning."""
+def test_rows_that_are_left_out_or_cut_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A text that is too long, and a source of which the model sees only the beginning; transformers adds nothing."""
     prompts = [*PROMPTS, Prompt("a source", ("word " * 200,)), Prompt("long source " * 200, ("a text",))]
     notes: list[str] = []
     recipe = replace(RECIPE, loop=replace(RECIPE.loop, steps=3))
     train_seq2seq(recipe, prompts, tmp_path, Lines(notes.append))
     assert any(f"1 of {len(prompts)} rows have texts of more than 48 tokens" in note for note in notes)
     assert any(f"1 of {len(prompts)} sources have more than 64 tokens and are cut" in note for note in notes)
+    assert capfd.readouterr().err == ""
+
+
+def test_pieces_of_sources_are_learnt_from_in_the_first_epochs(trained: Path) -> None:
+    recipe = replace(RECIPE, denoising=DenoisingConfig(share=2.0, epochs=2, words=5))
+    rows = SourceRows(load_tokenizer(trained), 3, RECIPE.longest_source, RECIPE.longest)
+    batches = seq2seq_trainer._batches(recipe, rows, PAIRS)
+    counts = [sum(map(len, batches.epoch(number))) for number in range(3)]
+    assert counts == [3 * len(PAIRS), 3 * len(PAIRS), len(PAIRS)]
+
+
+def test_pieces_of_sources_come_by_the_command(tmp_path: Path) -> None:
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps({"prompt": a, "reference": b}) + "\n" for a, b in PAIRS))
+    command = ["train", "summary", "denoising.share=-1", "--data", str(data), "--out", str(tmp_path / "out")]
+    assert run(command) == 2
+    assert not (tmp_path / "out").exists()

@@ -227,9 +227,12 @@ class Engine:
         return [answer.result() for answer in answers]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[Chunk]:
-        """Answer one prompt and yield text as soon as it can no longer change; closing the iterator stops decoding."""
+        """Answer one prompt and yield text as soon as it can no longer change; closing the iterator stops decoding.
+
+        What ``generate`` refuses is refused by this call, before the first piece is asked for.
+        """
         chosen = Options.of(options)
-        yield from self.answer(self.request(prompt, chosen), chosen)
+        return self.answer(self.request(prompt, chosen), chosen)
 
     def answer(self, request: Request, options: Options) -> Iterator[Chunk]:
         """Do the same as ``stream`` for a request that is made."""

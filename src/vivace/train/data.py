@@ -354,8 +354,9 @@ class Rows:
             return []
         tokenizer = self._tokenizer
         given = [self._template(prompt) for prompt, _ in pairs]
-        prompts = tokenizer.inner(given, add_special_tokens=not tokenizer.has_template)["input_ids"]
-        answers = tokenizer.inner([answer for _, answer in pairs], add_special_tokens=False)["input_ids"]
+        answered = [answer for _, answer in pairs]
+        prompts = tokenizer.inner(given, add_special_tokens=not tokenizer.has_template, verbose=False)["input_ids"]
+        answers = tokenizer.inner(answered, add_special_tokens=False, verbose=False)["input_ids"]
         ends = [() if isinstance(answer, Unended) else (self._end,) for _, answer in pairs]
         rows = [Row((*p, *a, *end), max(1, len(p))) for p, a, end in zip(prompts, answers, ends, strict=True)]
         rows = [

@@ -91,7 +91,7 @@ class SourceRows:
         inner = self._tokenizer.inner
         limit = {"truncation": True, "max_length": self._longest_source}
         sources = inner([source for source, _ in pairs], **limit)["input_ids"]
-        texts = inner(text_target=[text for _, text in pairs])["input_ids"]
+        texts = inner(text_target=[text for _, text in pairs], verbose=False)["input_ids"]
         ended = [text if text and text[-1] == self._end else [*text, self._end] for text in texts]
         rows = [SourceRow(tuple(s), tuple(t)) for s, t in zip(sources, ended, strict=True) if s]
         kept = [row for row in rows if len(row.text) <= self._longest]
@@ -113,7 +113,7 @@ class SourceRows:
                 f"{left_out} of {len(pairs)} rows have texts of more than {self._longest} tokens or empty sources and "
                 "are left out"
             )
-        lengths = map(len, self._tokenizer.inner([source for source, _ in pairs])["input_ids"])
+        lengths = map(len, self._tokenizer.inner([source for source, _ in pairs], verbose=False)["input_ids"])
         if cut := sum(length > self._longest_source for length in lengths):
             note(f"{cut} of {len(pairs)} sources have more than {self._longest_source} tokens and are cut")
 
