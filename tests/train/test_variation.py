@@ -41,6 +41,14 @@ def test_invented_values_stand_in_both_and_nothing_else_changes() -> None:
     assert changed > 20
 
 
+def test_parts_of_longer_words_stay_as_they_are() -> None:
+    variation = make(invent=1.0)
+    for seed in range(30):
+        prompt, answer = variation.drawn(("Describe: name[Fen]", "Fen is in the Fenlands."), random.Random(seed))
+        assert answer == f"{re.findall(NAME, prompt)[0]} is in the Fenlands."
+        assert variation.drawn(("name[Fen] of Fenlands", "The Fenlands"), random.Random(seed))[1] == "The Fenlands"
+
+
 def test_invented_words_keep_their_kind() -> None:
     rng = random.Random(0)
     variation = make(invent=1.0)

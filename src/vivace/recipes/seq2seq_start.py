@@ -2,7 +2,8 @@
 
 As in ``scratch.py``: matrices that write to the residual are zero, embeddings depend on the spelling of tokens. T5
 divides what enters the head by the square root of its width; the final norm starts with that root, so that logits
-begin as if it did not.
+begin as if it did not. What its scores know of distances is one number for each head, bucket and stack, which begins
+with a slope (``first_biases``).
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from torch import Tensor
 from vivace.checkpoint.families import translate
 from vivace.core.layers import FeedForward, RMSNorm
 from vivace.core.model import Decoder, Layer
+from vivace.core.relative import RelativeTable
 from vivace.recipes.scratch import spelled_embeddings
 from vivace.recipes.seq2seq import T5Shape
+
+_LOOKS = ((1, 4.0, -12.0), (-1, 4.0, -12.0), (0, 0.1, -12.0), (0, 0.0, 0.0))
+"""Where heads look at first: the distance back that they prefer, what each token away from it costs, and the most."""
 
 
 @torch.no_grad()
@@ -39,10 +44,29 @@ def start_t5(shape: T5Shape, pieces: Mapping[int, str], seed: int) -> Decoder:
             assert isinstance(layer, Layer)
             _start(layer, generator)
         assert stack.relative is not None
-        stack.relative.weight.zero_()
+        stack.relative.weight.copy_(first_biases(stack.relative))
         _norm(stack.final_norm, 1.0)
     _norm(model.final_norm, 1 / model.config.head_scale)
     return model
+
+
+def first_biases(table: RelativeTable) -> Tensor:
+    """Return initial numbers for distances, (buckets, H): heads look at the token before, behind, near and anywhere.
+
+    A model that copies has to find the token behind the one that it wrote last, so some head has to tell neighbours
+    apart. From zeros a table takes thousands of steps to do so, since every number in it is learnt at the rate of one
+    weight. Slopes are those of ALiBi (Press et al. 2022, arXiv:2108.12409) with a centre of their own.
+    """
+    beyond = table.config.max_distance
+    distance = torch.arange(0 if table.is_causal else -beyond, beyond + 1)
+    bucket = table.bucket(distance)
+    count = torch.zeros(table.config.num_buckets).index_add_(0, bucket, torch.ones(len(bucket)))
+    centre = torch.zeros_like(count).index_add_(0, bucket, distance.float()) / count.clamp(min=1)
+    numbers = torch.zeros_like(table.weight)
+    for head in range(numbers.shape[1]):
+        at, slope, least = _LOOKS[head % len(_LOOKS)]
+        numbers[:, head] = (-slope * (centre - at).abs()).clamp(min=least)
+    return numbers
 
 
 def _start(layer: Layer, generator: torch.Generator) -> None:

@@ -102,9 +102,10 @@ class Variation:
         if rng.random() >= self.config.invent:
             return prompt, answer
         for value in self._found(prompt, answer):
-            if len(value) > 1 and prompt.count(value) == 1 and value in answer:
+            whole = re.compile(rf"(?<!\w){re.escape(value)}(?!\w)")  # not a part of a longer word
+            if len(value) > 1 and prompt.count(value) == 1 and whole.search(prompt) and whole.search(answer):
                 new = _WORD.sub(lambda m: self._word_like(m[0], rng) if rng.random() < 0.8 else m[0], value)
-                prompt, answer = prompt.replace(value, new), answer.replace(value, new)
+                prompt, answer = (new.join(whole.split(text)) for text in (prompt, answer))
         return prompt, answer
 
     def exercise(self, pair: Pair, rng: random.Random) -> Pair | None:
