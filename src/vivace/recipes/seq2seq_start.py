@@ -86,6 +86,11 @@ def _start(layer: Layer, generator: torch.Generator) -> None:
     for weight in writing:
         assert isinstance(weight, Tensor)
         weight.zero_()
+    if layer.cross is not None:  # a token of the text looks at itself in the source at first, where its copy goes on
+        query, entries = layer.cross.q.weight, layer.cross.kv.weight
+        assert isinstance(query, Tensor)
+        assert isinstance(entries, Tensor)
+        entries[: len(query)] = query
 
 
 def _norm(norm: object, value: float) -> None:
