@@ -20,6 +20,7 @@ from vivace.serve.answering import apart
 from vivace.serve.config import ServeConfig
 
 NAME = "served"
+ENUM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1, 2]}}}
 ASKED = {"use_beam_search": True, "length_penalty": 2.0, "early_stopping": "never", "best_of": 4}
 
 
@@ -144,3 +145,84 @@ def test_choices_share_what_no_beam_can_change(translator: Engine) -> None:
         last = emitted
     assert last is not None
     assert parts == [hypothesis.tokens for hypothesis in last.hypotheses]
+
+
+@pytest.fixture(scope="module")
+def searching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Local]]:
+    """A server of a model that searches, for texts that are not too short, where nothing is said."""
+    folder = make(tmp_path_factory.mktemp("searching"), "bart")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings |= {
+        "min_length": 14,
+        "length_penalty": -2.0,
+        "max_length": 20,
+        "no_repeat_ngram_size": 0,
+        "eos_token_id": [0, 121],
+    }
+    del settings["forced_bos_token_id"], settings["forced_eos_token_id"]
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    engine = vivace.load(folder)
+    with local(engine, ServeConfig(served_model_name=NAME)) as running:
+        yield engine, running
+
+
+def answer(running: Local, **fields: Any) -> dict[str, Any]:
+    reply = running.http().post("/v1/completions", json={"prompt": SOURCES[0], **fields})
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()["choices"][0]
+    return found
+
+
+def test_what_the_checkpoint_says_holds_where_a_request_says_nothing(searching: tuple[Engine, Local]) -> None:
+    engine, running = searching
+    wanted = engine.generate(SOURCES[0], raw=True)[0]
+    assert len(wanted.token_ids) >= 13
+    found = answer(running)
+    assert (found["text"], found["score"]) == (wanted.text, wanted.score)
+    short = engine.generate(SOURCES[0], raw=True, min_new_tokens=0)[0]
+    assert short.text != wanted.text
+    assert answer(running, min_tokens=0)["text"] == short.text
+
+
+@pytest.mark.parametrize("penalty", [1, 1.0, -2.0])
+def test_a_length_penalty_of_one_is_not_the_checkpoints(searching: tuple[Engine, Local], penalty: float) -> None:
+    engine, running = searching
+    asked = {"length_penalty": float(penalty), "num_beams": 4, "min_new_tokens": 0}
+    wanted = engine.generate(SOURCES[0], raw=True, **asked)[0]
+    found = answer(running, use_beam_search=True, best_of=4, length_penalty=penalty, min_tokens=0)
+    assert (found["text"], found["score"]) == (wanted.text, wanted.score)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"logprobs": 1}, {"return_trace": True}, {"response_format": ENUM}],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_one_text_has_is_not_searched_for(searching: tuple[Engine, Local], fields: dict[str, Any]) -> None:
+    assert "score" not in answer(searching[1], temperature=0.0, **fields)
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
+def test_a_penalty_counts_the_answer_from_its_first_token(searching: tuple[Engine, Local], name: str) -> None:
+    """The prompt of an encoder-decoder is its source, of which the answer repeats nothing yet."""
+    _, running = searching
+    usual = answer(running, temperature=0.0, logprobs=0, ignore_eos=True, return_token_ids=True)
+    twice = [token for index, token in enumerate(usual["token_ids"]) if token in usual["token_ids"][:index]]
+    assert twice, "the text of this model repeats itself"
+    less = answer(running, temperature=0.0, logprobs=0, ignore_eos=True, return_token_ids=True, **{name: 2.0})
+    assert less["token_ids"] != usual["token_ids"]
+
+
+def test_a_search_without_a_limit_takes_the_room_that_there_is(
+    searching: tuple[Engine, Local], describing: tuple[Engine, Local]
+) -> None:
+    """Beams share the entries of a slot."""
+    _, running = describing
+    room = running.server.max_model_len
+    found = running.http().post(
+        "/v1/completions",
+        json={"prompt": "name[Cotto]", "use_beam_search": True, "n": 2, "best_of": 4, "ignore_eos": True},
+    )
+    assert found.status_code == 200, found.text
+    assert 2 < found.json()["usage"]["completion_tokens"] <= 2 * room // 4
+    assert answer(searching[1], use_beam_search=True, best_of=20, min_tokens=0)["text"]

@@ -390,6 +390,11 @@ class Engine:
             progress=options.progress,
         )
 
+    @property
+    def num_beams(self) -> int:
+        """Number of beams with which the checkpoint searches where nothing else is asked for, 1 where it does not."""
+        return int(self.defaults.get("num_beams", 1))
+
     def stop_strings(self, options: Options) -> tuple[str, ...]:
         """Return the stop strings of the options, or else of the checkpoint."""
         stops = options.stop_strings if options.stop_strings is not None else self.defaults.get("stop_strings", ())

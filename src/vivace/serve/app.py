@@ -130,6 +130,7 @@ class Server:
             max_queue=config.max_queue,
             prefill_budget=config.prefill_budget,
             memory=engine.memory,
+            num_beams=engine.num_beams,
         )
         self.worker.prefix = prefix
         self.worker.on_disk = engine.prompt_cache

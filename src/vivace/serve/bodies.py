@@ -200,7 +200,7 @@ class GenerationBody(Body):
     logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_first_wrong)] = Field(
         {}, description="Added to the logits of token ids."
     )
-    min_tokens: int = Field(0, ge=0, description="Smallest number of tokens before an end token.")
+    min_tokens: int | None = Field(None, ge=0, description="Least tokens before an end; left out: the model's own.")
     ignore_eos: bool = Field(False, description="Continue after the end of text, up to the limit.")
     stop: StopText | Annotated[list[StopText], FIRST] | None = Field(
         None, description="Text, or up to 16 texts, before which the answer ends."

@@ -77,6 +77,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 def without_neutral(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a body without the fields that change nothing; fields that depend on others are decided here too."""
     left = {name: value for name, value in values.items() if not _is_neutral(value, NEUTRAL.get(name, ()))}
+    if "length_penalty" in values and "use_beam_search" in left:
+        left["length_penalty"] = values["length_penalty"]  # a checkpoint may have another one
     if "best_of" in left and _is_same(left["best_of"], left.get("n", 1)):
         del left["best_of"]  # all that were written are returned
     if _is_same(left.get("add_generation_prompt"), not left.get("continue_final_message", False)):

@@ -266,7 +266,7 @@ class RequestParser:
             self._check_length(len(tokens), limit, body)
             first = self._request(body, tokens, options, drafter)
             prefix = self.engine.prefix(self._prefix, body.cache_salt, owner, lead=first.lead)
-            processors = self._processors(body, len(tokens), bias)
+            processors = self._processors(body, len(first.tokens), bias)
             prefix = None if first.source is not None else prefix
             first = replace(first, num_top_logprobs=num_top or 0, processors=processors, prefix=prefix)
             requests += [
@@ -292,14 +292,14 @@ class RequestParser:
                 param=prompt if limit is None or num_prompt_tokens >= self.max_model_len else asked,
                 code="context_length_exceeded",
             )
-        if limit is not None and body.min_tokens > limit:
+        if limit is not None and (body.min_tokens or 0) > limit:
             raise APIError(400, f"min_tokens is {body.min_tokens}, more than {asked}, {limit}", param="min_tokens")
 
     def _options(self, body: GenerationBody, limit: int | None, wants_logprobs: bool) -> Options:
         default = self._reading
         return Options(
             max_new_tokens=limit,
-            min_new_tokens=body.min_tokens,
+            min_new_tokens=0 if body.is_bound else body.min_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=max(body.top_k, 0) if body.top_k is not None else None,
@@ -309,7 +309,7 @@ class RequestParser:
             ignore_eos=body.ignore_eos,
             logprobs=wants_logprobs,
             method="plain",
-            **_beams(body),
+            **_beams(body, wants_logprobs),
             prefill=default.prefill if body.prefill is None else body.prefill,
             **{
                 name: getattr(default, name)
@@ -326,6 +326,9 @@ class RequestParser:
         count = len(tokens) if self.engine.model.encoder is None else 1
         room = max(1, min(longest, self.engine.model.config.room(count)) - count)
         is_open = options.max_new_tokens is None
+        if (beams := options.beams(self.engine.defaults)) is not None:
+            entries = self.max_model_len * self.engine.num_beams  # of a slot, which all beams share
+            room = max(1, min(room, (entries - count) // beams.num_beams))
         says_limit = self.engine.model.encoder is not None or _SAY_LIMIT & self.engine.defaults.keys()
         if is_open and (self.default_max_tokens is not None or not says_limit):
             options = replace(options, max_new_tokens=min(self.default_max_tokens or room, room))
@@ -358,10 +361,12 @@ class RequestParser:
         return bias
 
 
-def _beams(body: GenerationBody) -> dict[str, Any]:
-    """Return the options of a search, or that there is none where tokens are drawn."""
+def _beams(body: GenerationBody, wants_logprobs: bool) -> dict[str, Any]:
+    """Return the options of a search, or that there is none where something is asked for that only one text has."""
     if not isinstance(body, CompletionBody) or not body.use_beam_search:
-        return {"num_beams": 1} if body.draw_fields or body.n > 1 else {}
+        reads_calls = isinstance(body, ChatBody) and body.reads_calls
+        is_single = body.n > 1 or body.is_bound or reads_calls or wants_logprobs or body.return_trace
+        return {"num_beams": 1} if body.draw_fields or is_single else {}
     asked = {"length_penalty": body.length_penalty, "early_stopping": body.early_stopping}
     return {"num_beams": body.num_beams, "num_return_sequences": body.n, **asked}
 

@@ -86,6 +86,7 @@ class Worker:
         max_queue: int,
         prefill_budget: int,
         memory: MemoryBudget | None = None,
+        num_beams: int = 1,
     ) -> None:
         """Allocate the session's cache; nothing runs before ``start``.
 
@@ -97,10 +98,16 @@ class Worker:
             max_queue: jobs that may wait.
             prefill_budget: prompt tokens read between two decoding steps.
             memory: what blocks of keys and values are taken from; None has no limit.
+            num_beams: beams for which a sequence has entries even where it is as long as it may be.
         """
         self.memory = MemoryBudget() if memory is None else memory
         self._make: Callable[[], Session] = partial(
-            Session, model, num_slots=num_slots, capacity=capacity, prefill_budget=prefill_budget, memory=self.memory
+            Session,
+            model,
+            num_slots=num_slots,
+            capacity=capacity * num_beams,
+            prefill_budget=prefill_budget,
+            memory=self.memory,
         )
         self.session = self._make()
         self.capacity = capacity
