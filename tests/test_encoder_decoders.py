@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -190,3 +191,17 @@ def test_sources_that_do_not_fit_together_wait_for_each_other(kind: str, num_bea
     assert room < free.memory.most_taken_bytes, "they do not all fit"
     tight = vivace.load(folder, attention="shared", memory=free.memory.held_bytes + room)
     assert [answer.token_ids for answer in tight.generate(sources, **how)] == wanted
+
+
+def test_texts_that_the_checkpoint_returns_are_all_printed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    settings = json.loads((folder / "generation_config.json").read_text()) | {"num_beams": 3, "num_return_sequences": 2}
+    (tmp_path / "copy" / "generation_config.json").write_text(json.dumps(settings))
+    wanted = vivace.load(tmp_path / "copy").generate(SOURCES[0], max_new_tokens=6)[0]
+    assert run(["generate", "--model", str(tmp_path / "copy"), "--max-new-tokens", "6", SOURCES[0]]) == 0
+    found = capsys.readouterr().out
+    assert len(wanted.alternatives) == 1
+    for one in (wanted, *wanted.alternatives):
+        assert f"{one.score:.4f}  {one.text}" in found

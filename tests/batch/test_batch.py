@@ -294,9 +294,10 @@ def test_files_that_cannot_be(engine: vivace.Engine, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="line 2: the prompt is empty"):
         read_prompts(path)
     rows = tmp_path / "in.jsonl"
-    rows.write_text('{"prompt": "one", "reference": "1"}\n{"prompt": "two", "max_new_tokens": 3}\n')
-    with pytest.raises(ConfigError, match="line 2: 'max_new_tokens' is a setting of the whole file"):
-        read_prompts(rows)
+    for name in ("max_new_tokens", "length_penalty", "no_repeat_ngram_size", "num_return_sequences", "method"):
+        rows.write_text(f'{{"prompt": "one", "reference": "1"}}\n{{"prompt": "two", "{name}": 3}}\n')
+        with pytest.raises(ConfigError, match=f"line 2: '{name}' is a setting of the whole file"):
+            read_prompts(rows)
     path.write_text("one\n" + "zq" * 500 + "\n")
     with pytest.raises(CapacityError, match=r"line 2: the prompt has \d+ tokens"):
         answer_file(engine, path, output, options, num_workers=0)

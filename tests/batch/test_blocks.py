@@ -27,5 +27,21 @@ def test_columns_of_answers(tmp_path: Path) -> None:
         answers({"prompt": SOURCES})
     with pytest.raises(ConfigError, match="row 1 of a block"):
         answers({"source": ["a", 3]})
+    with pytest.raises(ConfigError, match="row 1 of a block has an empty text"):
+        answers({"source": ["a", " \n"]})
     with pytest.raises(ConfigError, match="num_beam"):
         Answers(str(folder), num_beam=3)
+
+
+def test_other_texts_of_a_search_have_a_column_and_prompts_keep_theirs(tmp_path: Path) -> None:
+    folder = make(tmp_path, "t5")
+    search = {"num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 8}
+    found = Answers(str(folder), column="text", answer="summary", **search)({"text": SOURCES})
+    wanted = vivace.load(folder).generate(SOURCES, **search)
+    assert found["text"] is SOURCES
+    assert found["summary"] == [result.text for result in wanted]
+    assert found["alternatives"] == [[result.alternatives[0].text] for result in wanted]
+    with pytest.raises(ConfigError, match="name another column"):
+        Answers(str(folder), column="text")
+    with pytest.raises(ConfigError, match="name another column"):
+        Answers(str(folder), answer="score")

@@ -18,13 +18,14 @@ from vivace.errors import ConfigError
 
 
 class Answers:
-    """Adds the columns ``text`` and, with beams, ``score`` to blocks that have a column of prompts."""
+    """Adds the columns ``text`` and, with beams, ``score`` and other ``alternatives`` to blocks of prompts."""
 
     def __init__(
         self,
         model: str | None = None,
         *,
         column: str = "prompt",
+        answer: str = "text",
         load_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
@@ -33,15 +34,22 @@ class Answers:
         Args:
             model: as ``vivace.load`` takes it; None is the model that ships.
             column: where the prompts are.
+            answer: where the answers go; ``score`` and ``alternatives`` are beside it.
             load_options: further arguments of ``vivace.load``.
             options: fields of ``Options``, for every prompt.
 
         Raises:
-            ConfigError: an option is unknown or out of range.
+            ConfigError: an option is unknown or out of range, or a column of answers would replace the prompts.
             CheckpointError: the checkpoint is missing or broken.
         """
         Options.of(options)  # a wrong name is said before a model is read
+        if column in (answer, "score", "alternatives") or answer in ("score", "alternatives"):
+            raise ConfigError(
+                f"prompts are in {column!r} and answers go to {answer!r}, 'score' and 'alternatives'; name another "
+                "column for one of them"
+            )
         self._column = column
+        self._answer = answer
         self._options = options
         self._engine: Engine = load(model, **(load_options or {}))
 
@@ -57,8 +65,12 @@ class Answers:
         wrong = next((place for place, one in enumerate(prompts) if not isinstance(one, str)), None)
         if wrong is not None:
             raise ConfigError(f"row {wrong} of a block has no text in {self._column!r}")
+        if (empty := next((place for place, one in enumerate(prompts) if not one.strip()), None)) is not None:
+            raise ConfigError(f"row {empty} of a block has an empty text in {self._column!r}; every row is one prompt")
         results = self._engine.generate(prompts, **self._options)
-        found: dict[str, Any] = {**block, "text": [result.text for result in results]}
+        found: dict[str, Any] = {**block, self._answer: [result.text for result in results]}
         if any(result.score is not None for result in results):
             found["score"] = [result.score for result in results]
+        if any(result.alternatives for result in results):
+            found["alternatives"] = [[other.text for other in result.alternatives] for result in results]
         return found

@@ -35,7 +35,9 @@ WINDOW = 2048
 """Prompts that are sorted together."""
 SETTINGS = (
     *("max_new_tokens", "max_tokens", "min_new_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "num_beams", "stop_strings", "stop", "seed", "adapter"),
+    *("repetition_penalty", "no_repeat_ngram_size", "num_beams", "num_return_sequences", "length_penalty"),
+    *("early_stopping", "forced_bos_token_id", "stop_strings", "stop", "ignore_eos", "seed", "logprobs"),
+    *("adapter", "method", "num_draft_tokens", "soft_prompt", "prefill", "decode_keep", "min_prompt"),
 )
 """Settings that hold for all prompts of a file, by the names that a row might give them."""
 _PIECE = 64

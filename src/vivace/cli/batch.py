@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vivace.cli import options
 from vivace.cli.console import console
 from vivace.cli.loading import open_engine
+
+if TYPE_CHECKING:
+    from vivace.batch.stock import StockComparison
 
 
 @options.grouped
@@ -35,23 +38,34 @@ def batch(
         int, typer.Option(help="Tokens of prompts and answers that are decoded together, for each beam.", min=1)
     ] = 16384,
     workers: Annotated[int, typer.Option(help="Processes that tokenize; 0 does without.", min=0)] = 2,
+    compare_stock: Annotated[
+        int | None,
+        typer.Option(
+            help="Then answer the first K prompts with transformers too, in memory of its own, and compare.",
+            metavar="K",
+            min=1,
+        ),
+    ] = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Answer every line of a file, in its order. It can be killed at any time; the same command goes on.
 
     Prompts are sorted by length while they are decoded. Answers are kept in .OUT.batch until all are there.
     """
-    from vivace.batch.run import answer_file
+    from vivace.batch.run import answer_file, read_prompts
+    from vivace.batch.stock import Stock
     from vivace.options import Options
 
     engine = open_engine(model, [method], load, store, reads_sources=True)
     settings = options.given(max_new_tokens=max_new_tokens, method=method, raw=raw, **vars(sampling), **beams.settings)
+    chosen = Options.of(settings)
+    stock = None if compare_stock is None else Stock(engine, chosen)  # what cannot be compared is said before all else
     with console.progress("answering") as progress:
         done = answer_file(
             engine,
             source,
             output,
-            Options.of(settings),
+            chosen,
             num_workers=workers,
             batch_tokens=batch_tokens,
             settings=settings
@@ -66,11 +80,30 @@ def batch(
             },
             progress=progress,
         )
+    compared = None
+    if stock is not None:
+        with console.progress("comparing with transformers") as progress:
+            compared = stock.compare(read_prompts(source)[:compare_stock], progress)
     rate = done.num_prompts - done.num_answered_before
     if as_json:
-        console.json({**vars(done), "output": str(output)})
+        found = {**vars(done), "output": str(output)}
+        console.json(found if compared is None else {**found, "stock": vars(compared)})
         return
     console.note(
         f"{done.num_prompts} prompts, {done.num_answered_before} of them answered before; {done.num_tokens} tokens, "
         f"{rate / max(done.seconds, 1e-9):.2f} prompts/s in all"
+    )
+    if compared is not None:
+        console.note(_comparison(compared))
+
+
+def _comparison(found: StockComparison) -> str:
+    """Return in one line how answers compare with those of transformers."""
+    same = found.num_prompts - len(found.different)
+    shown = ", ".join(map(str, found.different[:8])) + (", ..." if len(found.different) > 8 else "")
+    others = f" (others: prompt {shown})" if shown else ""
+    return (
+        f"transformers in {found.dtype}: the same tokens for {same} of {found.num_prompts} prompts{others}; one after "
+        f"another it takes {found.stock_seconds:.2f} s, vivace {found.seconds:.2f} s, "
+        f"{found.stock_seconds / max(found.seconds, 1e-9):.2f}x"
     )

@@ -54,6 +54,8 @@ def generate(
     logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: log p of every token.")] = False,
 ) -> None:
     """Answer a prompt; the text streams to stdout, notes go to stderr."""
+    from vivace.options import Options
+
     if logprobs and not as_json:
         raise ConfigError("--logprobs has no effect without --json; add it, or leave --logprobs out")
     requests = read_requests(prompt, prompt_file, token_ids)
@@ -75,7 +77,9 @@ def generate(
     )
     with console.progress("reading the prompt") as progress:
         settings["progress"] = progress
-        if len(requests) == 1 and not as_json and token_ids is None and (beams.num_return_sequences or 1) == 1:
+        plan = Options.of(settings).beams(engine.defaults)
+        writes_one = len(requests) == 1 and (plan is None or plan.num_return_sequences == 1)
+        if writes_one and not as_json and token_ids is None:
             stream_answer(engine, requests[0], settings)
             return
         results = engine.generate(requests, **settings)

@@ -29,18 +29,23 @@ class TransformersBeams:
             "pad_token_id": self.pad,
         }
 
-    @torch.inference_mode()
     def __call__(self, batch: Sequence[Sequence[int]], search: Search) -> list[tuple[int, ...]]:
         """Return the best text of each prompt, end token excluded."""
+        return self.generate(batch, search._asdict())
+
+    @torch.inference_mode()
+    def generate(self, batch: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        """Return the texts of prompts under settings of ``model.generate``, end tokens excluded."""
         longest = max(map(len, batch))
         left = not self.reads_sources
         padding = [[self.pad] * (longest - len(prompt)) for prompt in batch]
         ids = [[*pads, *prompt] if left else [*prompt, *pads] for pads, prompt in zip(padding, batch, strict=True)]
         real = [[0] * len(pads) + [1] * len(prompt) for pads, prompt in zip(padding, batch, strict=True)]
         mask = torch.tensor(real if left else [row[::-1] for row in real])
-        found = self.model.generate(torch.tensor(ids), attention_mask=mask, **search._asdict(), **self.settings)
-        return [self._cut(row) for row in found[:, longest if left else 1 :].tolist()]
+        found = self.model.generate(torch.tensor(ids), attention_mask=mask, **settings, **self.settings)
+        return [self.cut(row) for row in found[:, longest if left else 1 :].tolist()]
 
-    def _cut(self, row: Sequence[int]) -> tuple[int, ...]:
+    def cut(self, row: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of a text up to its end token or the padding behind it."""
         stop = next((place for place, token in enumerate(row) if token in self.ends or token == self.pad), len(row))
         return tuple(row[:stop])

@@ -196,8 +196,8 @@ def _hold_heat(
     return Heat(best, rates), models[best]
 
 
-def _load(folder: Path, dtype: str, device: torch.device) -> Any:
-    """Load a model with transformers.
+def require_plain(folder: Path) -> None:
+    """Refuse a checkpoint that transformers reads otherwise than we do.
 
     Raises:
         UnsupportedError: its weights are in a GGUF file, or quantized by another program.
@@ -205,6 +205,15 @@ def _load(folder: Path, dtype: str, device: torch.device) -> Any:
     if holds_codes(folder):
         kind = "a GGUF file" if is_linked(folder) else "quantized"
         raise UnsupportedError(f"transformers is compared on folders of plain safetensors, and this model is {kind}")
+
+
+def _load(folder: Path, dtype: str, device: torch.device) -> Any:
+    """Load a model with transformers.
+
+    Raises:
+        UnsupportedError: its weights are in a GGUF file, or quantized by another program.
+    """
+    require_plain(folder)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
