@@ -205,3 +205,25 @@ def test_texts_that_the_checkpoint_returns_are_all_printed(
     assert len(wanted.alternatives) == 1
     for one in (wanted, *wanted.alternatives):
         assert f"{one.score:.4f}  {one.text}" in found
+
+
+@pytest.mark.parametrize("wrong", [{"forced_eos_token_id": 99999}, {"bad_words_ids": [[-3]]}], ids=str)
+@pytest.mark.parametrize("start", [None, 99999, -1])
+def test_named_tokens_that_the_model_does_not_have_are_one_line(
+    folder: Path, tmp_path: Path, wrong: dict[str, Any], start: int | None
+) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings |= wrong if start is None else {"decoder_start_token_id": start}
+    (tmp_path / "copy" / "generation_config.json").write_text(json.dumps(settings))
+    engine = vivace.load(tmp_path / "copy")
+    with pytest.raises(ConfigError, match=r"(forced_eos_token_id|bad_words_ids|decoder_start_token_id) is -?\d+; this"):
+        engine.generate(SOURCES[0], max_new_tokens=3)
+
+
+def test_answers_beyond_learned_positions_are_refused_in_plain_transformers(tmp_path: Path) -> None:
+    model = AutoModelForSeq2SeqLM.from_pretrained(make(tmp_path, "bart"))
+    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    with pytest.raises(CapacityError, match="the context holds 64"):
+        model.generate(ids, num_beams=2, max_new_tokens=100, custom_generate=vivace.custom_generate)
+    assert model.generate(ids, num_beams=2, max_new_tokens=8, custom_generate=vivace.custom_generate).shape[0] == 2

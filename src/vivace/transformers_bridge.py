@@ -438,7 +438,13 @@ class _Criteria:
 def _decode(model: Decoder, requests: Sequence[Request], stream: Any = None) -> tuple[list[list[int]], list[Emitted]]:
     """Decode the requests together, put new tokens into the stream, if any, and return them and the last event of each
     request.
+
+    Raises:
+        CapacityError: a prompt and its answer have more tokens than there are learned positions.
     """
+    if model.config.positions == "learned":
+        for request in requests:
+            request.check_fits(model.config.max_positions)
     capacity = max(r.num_entries for r in requests)
     session = Session(model, num_slots=len(requests), capacity=capacity)
     for request in requests:

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
+    NllbTokenizer,
+)
 
 import vivace
 from tests.tiny_checkpoints import make_checkpoint
@@ -115,6 +121,39 @@ def test_what_does_not_fit_is_one_line(trained: Path, tmp_path: Path) -> None:
         train_seq2seq(RECIPE, PROMPTS, tmp_path / "x", QUIET, tmp_path / "llama")
     with pytest.raises(ConfigError, match="smoothing"):
         replace(RECIPE, smoothing=1.0)
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base whose tokenizer names languages, English in front of a source where nothing else is said."""
+    folder = tmp_path_factory.mktemp("nllb")
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", "▁", *"abcdefghijklmnopqrstuvwxyz"]
+    tokenizer = NllbTokenizer(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[])
+    tokenizer.save_pretrained(folder)
+    stacks = {f"{side}_{name}": value for side in ("encoder", "decoder")
+              for name, value in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 48))}  # fmt: skip
+    ends = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+    config = M2M100Config(vocab_size=len(tokenizer), d_model=32, max_position_embeddings=96, **stacks, **ends)
+    M2M100ForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_translator_keeps_the_languages_that_it_was_trained_on(translator: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, shape=None, languages=("fra_Latn", "deu_Latn"), loop=replace(RECIPE.loop, steps=2))
+    recipe = replace(recipe, longest_source=96, longest=96)
+    train_seq2seq(recipe, [Prompt("ab cd", ("ef",)), *PROMPTS], tmp_path, QUIET, translator)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    french, german = tokenizer.convert_tokens_to_ids(["fra_Latn", "deu_Latn"])
+    engine = vivace.load(tmp_path)
+    assert engine.tokenizer.encode("a b")[0] == french
+    assert engine.generate("a b", max_new_tokens=3, num_beams=1)[0].token_ids[0] == german
+    assert vivace.load(translator).tokenizer.encode("a b")[0] != french, "the base stays as it is"
+
+
+def test_a_language_that_the_tokenizer_does_not_know_is_refused(translator: Path, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, shape=None, languages=("fra_Latn", "french"))
+    with pytest.raises(ConfigError, match="french"):
+        train_seq2seq(recipe, PROMPTS, tmp_path, QUIET, translator)
 
 
 def test_the_shipped_recipes_and_the_command(tmp_path: Path) -> None:

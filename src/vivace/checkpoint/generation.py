@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from vivace.checkpoint.files import read_json, resolve
 from vivace.configuration import build
-from vivace.errors import UnsupportedError
+from vivace.errors import ConfigError, UnsupportedError
 
 T = TypeVar("T")
 
@@ -145,3 +145,22 @@ def _built(kind: type[T], found: Mapping[str, Any], file: str) -> T:
     """Return those settings of a file that a dataclass has, each of its type."""
     names = {field.name for field in fields(cast(Any, kind))}
     return build(kind, {name: value for name, value in found.items() if name in names}, f"{file}: ")
+
+
+def check_named_tokens(defaults: Mapping[str, Any], num_tokens: int, *, reads_sources: bool) -> None:
+    """Refuse generation settings that name tokens which a model of so many does not have.
+
+    Args:
+        defaults: generation settings of a checkpoint.
+        num_tokens: of the model.
+        reads_sources: whether it has an encoder, so that its texts begin with a token of their own.
+
+    Raises:
+        ConfigError: they do.
+    """
+    named: list[tuple[str, Any]] = [("bad_words_ids", word[0]) for word in defaults.get("bad_words_ids", ())]
+    named.append(("forced_eos_token_id", defaults.get("forced_eos_token_id")))
+    named += [("decoder_start_token_id", defaults.get("decoder_start_token_id"))] if reads_sources else []
+    for name, token in named:
+        if isinstance(token, int) and not 0 <= token < num_tokens:
+            raise ConfigError(f"generation settings: {name} is {token}; this model has tokens 0 to {num_tokens - 1}")

@@ -19,6 +19,7 @@ from vivace.adapters.pool.pool import AUTO, PromptPool, behind
 from vivace.adapters.registry import Registry
 from vivace.answer import Answer, Chunk, Result
 from vivace.checkpoint.codes import note_on
+from vivace.checkpoint.generation import check_named_tokens
 from vivace.checkpoint.load import check_has_no_encoder, read_config
 from vivace.checkpoint.tokenizer import Tokenizer, forced_first
 from vivace.core.model import Decoder
@@ -328,8 +329,10 @@ class Engine:
         """Refuse a prompt without tokens or with foreign ones, and options that this model cannot follow."""
         if not tokens:
             raise ConfigError("the prompt is empty; give at least one character")
-        self.tokenizer.check_ids(tokens, self.model.config.vocab_size)
-        if self.model.encoder is None and options.forced_bos_token_id is not None:
+        num_tokens, reads_sources = self.model.config.vocab_size, self.model.encoder is not None
+        self.tokenizer.check_ids(tokens, num_tokens)
+        check_named_tokens(self.defaults, num_tokens, reads_sources=reads_sources)
+        if not reads_sources and options.forced_bos_token_id is not None:
             raise ConfigError("forced_bos_token_id is for encoder-decoder models; let the prompt end with that token")
 
     def _stop_rule(self, options: Options, least: int) -> StopRule:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from vivace.train.teacher_forcing import TeacherForcing
 from vivace.train.variation import Pair, Variation, copying_exercises, digest_of
 
 _DEFAULTS = "generation_config.json"
+_TOKENIZER = "tokenizer_config.json"
 
 
 def train_seq2seq(
@@ -89,7 +90,7 @@ def train_seq2seq(
     objective = TeacherForcing(model, smoothing=recipe.smoothing)
     _check_memory(recipe, model, objective, config.optimiser, report)
     result = fit(model, objective, DataSplit(batches, held_back), config, folder=out / "run", report=report)
-    _save(model, source, out)
+    _save(model, source, out, _language_settings(tokenizer, recipe.languages))
     report.note(f"saved {sum(p.numel() for p in model.parameters()):,} weights to {out}")
     return result
 
@@ -121,13 +122,31 @@ def _tokenizer(
     if base is not None:
         tokenizer = load_tokenizer(base)
         if recipe.languages:
-            if not hasattr(tokenizer.inner, "src_lang"):
-                raise ConfigError("the base's tokenizer knows no languages; leave out languages")
-            tokenizer.inner.src_lang, tokenizer.inner.tgt_lang = recipe.languages
+            _speak(tokenizer, recipe.languages)
         return tokenizer, resolve(base)
     assert recipe.shape is not None
     folder = own_tokenizer(out / "run", pairs, recipe.shape.hf_config(), recipe.longest_source, is_chat=False)
     return load_tokenizer(folder), folder
+
+
+def _speak(tokenizer: Tokenizer, languages: Sequence[str]) -> None:
+    """Let a tokenizer write sources and texts in two languages.
+
+    Raises:
+        ConfigError: it knows no languages, or not these.
+    """
+    inner = tokenizer.inner
+    if not hasattr(inner, "src_lang"):
+        raise ConfigError("the base's tokenizer knows no languages; leave out languages")
+    try:
+        inner.src_lang, inner.tgt_lang = languages
+        marks = [*inner("")["input_ids"], *inner(text_target="")["input_ids"]]
+    except KeyError as error:
+        raise ConfigError(
+            f"the base's tokenizer knows no language {error}; it spells them as eng_Latn or en"
+        ) from error
+    if inner.unk_token_id is not None and inner.unk_token_id in marks:
+        raise ConfigError(f"the base's tokenizer knows one of the languages {', '.join(languages)} by another name")
 
 
 def _first_model(recipe: Seq2SeqRecipe, tokenizer: Tokenizer, base: str | Path | None) -> Decoder:
@@ -182,8 +201,27 @@ def _check_memory(
     require_memory(need, model.device)
 
 
-def _save(model: Decoder, source: Path, out: Path) -> None:
-    """Write weights, configuration and tokenizer, either all of them or nothing."""
+def _language_settings(tokenizer: Tokenizer, languages: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a translator's ``tokenizer_config.json`` and ``generation_config.json`` say of its languages."""
+    if not languages:
+        return {}, {}
+    marks = tokenizer.inner(text_target="")["input_ids"]  # the language of the text and its end, in most families
+    begins = len(marks) == 2 and marks[-1] in tokenizer.eos_ids
+    spoken = {"src_lang": languages[0], "tgt_lang": languages[1]}
+    return spoken, {"forced_bos_token_id": int(marks[0])} if begins else {}
+
+
+def _save(
+    model: Decoder, source: Path, out: Path, languages: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
+) -> None:
+    """Write weights, configuration and tokenizer, either all of them or nothing.
+
+    Args:
+        model: the trained model.
+        source: folder of the configuration and the tokenizer.
+        out: folder to write.
+        languages: settings that change, of the tokenizer and of generation.
+    """
     config: dict[str, Any] = read_json(source / "config.json")
     with staged_checkpoint(out) as folder:
         write_decoder(model, folder, config)
@@ -193,3 +231,9 @@ def _save(model: Decoder, source: Path, out: Path) -> None:
             settings = {name: config.get(name) for name in names} | {"do_sample": False}
             settings |= load_generation_defaults(source)  # a base may have them in its config.json
             (folder / _DEFAULTS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        for name, changed in zip((_TOKENIZER, _DEFAULTS), languages, strict=True):
+            if changed:
+                settings = read_json(folder / name) if (folder / name).exists() else {}
+                text = json.dumps(settings | dict(changed), indent=2, ensure_ascii=False) + "\n"
+                (folder / name).unlink(missing_ok=True)  # it may be a link to the base's
+                (folder / name).write_text(text, encoding="utf-8")
