@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,19 @@ from vivace.prompts import load_prompts
 
 BEAMS = (1, 4)
 ATTENTIONS = ("shared", "el")
+SEARCH = ("no_repeat_ngram_size", "length_penalty", "min_new_tokens")
 METRICS = {"bleu": "BLEU", "bleu_lower": "BLEU, lower case", "rouge_l": "ROUGE-L", "slot_error_rate": "slot errors"}
 
 
-def measure(model: str, rows: Path, most: int) -> dict[str, Any]:
-    """Answer all rows greedily and by beams with each kind of attention, and score the texts."""
+def measure(model: str, rows: Path, most: int, asked_for: Mapping[str, Any]) -> dict[str, Any]:
+    """Answer all rows greedily and by beams with each kind of attention, and score the texts.
+
+    Args:
+        model: the checkpoint.
+        rows: prompts with references.
+        most: new tokens of a text.
+        asked_for: further options of generation; those that only a search has are left out where texts are greedy.
+    """
     prompts = load_prompts(rows)
     asked = [prompt.request for prompt in prompts]
     references = [[one.lower() for one in prompt.references] for prompt in prompts]
@@ -37,7 +46,8 @@ def measure(model: str, rows: Path, most: int) -> dict[str, Any]:
     for attention in ATTENTIONS:
         engine = vivace.load(model, attention=attention)
         for beams in BEAMS:
-            results = engine.generate(asked, num_beams=beams, max_new_tokens=most, batch_size=32)
+            options = {name: value for name, value in asked_for.items() if beams > 1 or name != "length_penalty"}
+            results = engine.generate(asked, num_beams=beams, max_new_tokens=most, batch_size=32, **options)
             texts = [result.text for result in results]
             values = next(iter(score(prompts, texts).values()))
             values["bleu_lower"] = bleu([text.lower() for text in texts], references)
@@ -45,7 +55,7 @@ def measure(model: str, rows: Path, most: int) -> dict[str, Any]:
             runs.append({"attention": attention, "num_beams": beams, "num_same": same, **values})
     dtype = str(engine.model.dtype).removeprefix("torch.")
     setting = {"model": engine.folder.name, "prompts": rows.name, "num_prompts": len(prompts)}
-    setting |= {"max_new_tokens": most, "kernels": engine.kernels.name, "dtype": dtype}
+    setting |= {"max_new_tokens": most, **asked_for, "kernels": engine.kernels.name, "dtype": dtype}
     return {"provenance": asdict(provenance(engine.model.device)), "setting": setting, "runs": runs}
 
 
@@ -56,7 +66,9 @@ def tables(path: Path) -> str:
     report = json.loads(path.read_text(encoding="utf-8"))
     s = report["setting"]
     where = f"{captions.machine(report['provenance'], s['kernels'])}; `benchmarks/results/beams/{path.name}`"
-    asked = f"{s['prompts'].removesuffix('.jsonl')}, {s['num_prompts']:,} prompts, {s['dtype']}; {where}."
+    search = [f"`{name}` {s[name]:g}" for name in SEARCH if name in s]
+    what = ", ".join([s["prompts"].removesuffix(".jsonl"), f"{s['num_prompts']:,} prompts", s["dtype"], *search])
+    asked = f"{what}; {where}."
     names = [name for name in METRICS if name in report["runs"][0]]
     rows = [(*_search(run, s["num_prompts"]), *(f"{run[name]:.4g}" for name in names)) for run in report["runs"]]
     return f"{asked}\n\n{table(('texts', 'as with keys and values', *(METRICS[name] for name in names)), rows)}"
@@ -76,9 +88,13 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("rows", type=Path)
     parser.add_argument("--max-new-tokens", type=int, default=80)
+    parser.add_argument("--no-repeat-ngram-size", type=int)
+    parser.add_argument("--length-penalty", type=float)
+    parser.add_argument("--min-new-tokens", type=int)
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args()
-    report = measure(given.model, given.rows, given.max_new_tokens)
+    asked_for = {name: getattr(given, name) for name in SEARCH if getattr(given, name) is not None}
+    report = measure(given.model, given.rows, given.max_new_tokens, asked_for)
     write_report(given.json, report)
 
 

@@ -198,6 +198,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "speed": beam_tables.tables(RESULTS / "beams"),
             "ablation": beam_tables.ablation(RESULTS / "beams"),
             "n-grams": beam_tables.ngrams(RESULTS / "beams" / "ngrams.json"),
+            "dialogues": beam_quality.tables(RESULTS / "beams" / "quality-dialogsum.json"),
         },
         techniques / "adapters.md": {
             "speed": adapter_table.tables(RESULTS / "adapters"),
