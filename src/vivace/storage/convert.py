@@ -119,7 +119,9 @@ def write_store(
         index = to_json(identity, base, layout, kind, num_bytes, bundles, page_sums)
         (staging / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
         written = {path.name for path in staging.iterdir()}
-    for name in {PREDICTORS, THRESHOLDS, ORDERS, *TEXT_FILES} - written:
+        for name in (PREDICTORS, THRESHOLDS, ORDERS):  # before the new files move: a kill leaves none beside them
+            (target / name).unlink(missing_ok=True)
+    for name in {*TEXT_FILES} - written:
         (target / name).unlink(missing_ok=True)  # of what this folder held before
     return open_store(target)
 

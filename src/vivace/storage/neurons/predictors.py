@@ -10,7 +10,8 @@ Predictors are judged and stored in the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,15 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vivace.checkpoint.files import read_tensors, staged, write_tensors
+from vivace.checkpoint.files import read_metadata, read_tensors, staged, summary, write_tensors
 from vivace.core.layers import FeedForward
-from vivace.errors import ConfigError, MismatchError, NotFoundError
+from vivace.errors import ConfigError, CorruptError, MismatchError, NotFoundError
 from vivace.kernels.native import Matrix, NativeBody
 from vivace.storage.neurons.outputs import LayersInOrder, NeuronOutputs, check_error, feeds_of, gate_of, most_within
 from vivace.storage.store import Store
 from vivace.train.rows import RowsConfig, fit_rows
 
 FILE = "predictors.safetensors"
+PARTS = ("down", "up", "bias")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+AGAIN = "calibrate again (vivace convert --store --layout neurons --calibrate FILE)"
+"""What to do about predictors that cannot be used."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,17 +217,27 @@ def _calibrate(
 
 
 def save_predictors(store: Store, predictors: Sequence[Predictor]) -> None:
-    """Write predictors into the folder of the store that they were trained for.
+    """Write predictors into the folder of the store that they were trained for, which they name.
 
     Raises:
         CheckpointError: the disk is full or may not be written.
     """
     tensors = {}
     for layer, predictor in enumerate(predictors):
-        for name in ("down", "up", "bias"):
+        for name in PARTS:
             tensors[f"layers.{layer}.{name}"] = getattr(predictor, name)
+    facts = {"identity": store.identity, "checksum": _checksum(tensors)}
     with staged(store.folder) as staging:
-        write_tensors(staging / FILE, tensors)
+        write_tensors(staging / FILE, tensors, facts)
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Return the CRC-32 of the names, dtypes, shapes and bytes of tensors, in hexadecimal digits."""
+    checksum = 0
+    for name, values in sorted(tensors.items()):
+        checksum = zlib.crc32(f"{name} {values.dtype} {tuple(values.shape)}".encode(), checksum)
+        checksum = zlib.crc32(values.detach().contiguous().reshape(-1).view(torch.uint8).numpy(), checksum)
+    return f"{checksum:08x}"
 
 
 def predictor_bytes(store: Store) -> int:
@@ -234,9 +249,12 @@ def predictor_bytes(store: Store) -> int:
 def load_predictors(store: Store) -> list[Predictor]:
     """Read the predictors of a store.
 
+    Files of earlier versions name no store and have no checksum; they are taken where their tensors fit the model.
+
     Raises:
         NotFoundError: it has none.
-        MismatchError: they are for another model.
+        MismatchError: they are for another store or model.
+        CorruptError: the file is damaged.
     """
     path = Path(store.folder) / FILE
     if not path.is_file():
@@ -244,12 +262,36 @@ def load_predictors(store: Store) -> list[Predictor]:
             f"{store.folder} has neurons and no {FILE}; train it (vivace convert --calibrate FILE), or convert with "
             "layout selected, which needs none"
         )
-    tensors, c = read_tensors(path), store.config
-    predictors = []
-    for layer in range(c.num_layers):
-        parts = [tensors.get(f"layers.{layer}.{name}") for name in ("down", "up", "bias")]
-        down, up, bias = parts
-        if down is None or up is None or bias is None or down.shape[1] != c.width or up.shape[0] != c.ffn_width:
-            raise MismatchError(f"{path} does not fit layer {layer} of this model; train it again")
-        predictors.append(Predictor(down, up, bias))
-    return predictors
+    try:
+        tensors, facts = read_tensors(path), read_metadata(path)
+    except CorruptError as exc:
+        raise CorruptError(f"{exc}; {AGAIN}") from exc
+    if "identity" in facts and facts["identity"] != store.identity:
+        raise MismatchError(f"{path} belongs to another store; {AGAIN}")
+    if "checksum" in facts and facts["checksum"] != _checksum(tensors):
+        raise CorruptError(f"{path} is damaged: its tensors do not have the checksum that it names; {AGAIN}")
+    layers = range(store.config.num_layers)
+    if strange := sorted(tensors.keys() - {f"layers.{layer}.{name}" for layer in layers for name in PARTS}):
+        raise MismatchError(f"{path} does not fit this model, which has no {summary(strange)}; {AGAIN}")
+    return [_predictor(store, path, layer, tensors) for layer in layers]
+
+
+def _predictor(store: Store, path: Path, layer: int, tensors: Mapping[str, Tensor]) -> Predictor:
+    """Return the predictor of a layer, checked; raises as ``load_predictors``."""
+    parts = [tensors.get(f"layers.{layer}.{name}") for name in PARTS]
+    down, up, bias = parts
+    count, width = store.config.ffn_width, store.config.width
+    if (
+        down is None
+        or up is None
+        or bias is None
+        or not down.ndim == up.ndim == 2
+        or not down.shape[0] == up.shape[1] > 0
+        or (down.shape[1], up.shape[0], *bias.shape) != (width, count, count)
+        or down.dtype != up.dtype
+        or not {down.dtype, bias.dtype} <= set(DTYPES)
+    ):
+        raise MismatchError(f"{path} does not fit layer {layer} of this model; {AGAIN}")
+    if not all(part.isfinite().all() for part in (down, up, bias)):
+        raise CorruptError(f"{path} is damaged: layer {layer} has values that are no finite numbers; {AGAIN}")
+    return Predictor(down, up, bias)
