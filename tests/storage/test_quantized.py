@@ -15,6 +15,7 @@ from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.checkpoint.upcycle import upcycle_checkpoint
 from vivace.core.cpu.low_bit import LowBitLinear
 from vivace.core.cpu.packed import PackedFeedForward
+from vivace.core.footprint import held_bytes
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError, CorruptError, UnsupportedError
 from vivace.kernels.choice import choose
@@ -87,6 +88,17 @@ def test_the_budget_changes_no_bit(folder: Path, tmp_path: Path, body: NativeBod
         with opened(store, share, body=body) as (model, storage):
             assert storage.plan.streamed
             assert same(answers(model), expected)
+
+
+def test_what_is_held_beside_experts_is_within_the_plan(dense: Path, tmp_path: Path, body: NativeBody) -> None:
+    """Attention is bfloat16 in memory, whatever it is in the store; beyond that a bfloat16 store exceeds as much."""
+    mixture = upcycle_checkpoint(dense, tmp_path / "mixture", num_experts=8, noise=0.5)
+    excess = {}
+    for kind in ("bf16", *KINDS):
+        with opened(stored(mixture, tmp_path, kind, body), 0.8, body=body) as (model, storage):
+            assert storage.experts is not None
+            excess[kind] = held_bytes(model)[0] - storage.plan.resident_bytes - storage.plan.pool_bytes
+    assert max(excess.values()) < excess["bf16"] + 1024, excess  # a matrix of attention has more
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -133,9 +134,16 @@ def plan_memory(store: Store, budget_bytes: int | None, num_tokens: int, beside_
     fixed = store["resident"].num_bytes + predictor_bytes(store) + table
     plan = MemoryPlan(budget_bytes, (), (), fixed, 0, cache, num_tokens, total, beside_bytes=beside_bytes)
     if pooled:
-        plan = replace(plan, resident=tuple(units), resident_bytes=fixed + sum(store[u].num_bytes for u in units))
+        beside = sum(_dense_bytes(store, unit) for unit in units)
+        plan = replace(plan, resident=tuple(units), resident_bytes=fixed + beside)
         return _with_neurons(plan, store, neurons) if neurons else _with_experts(plan, store, experts)
     return _with_units(plan, store, units)
+
+
+def _dense_bytes(store: Store, unit: str) -> int:
+    """Return the bytes that a bundle takes in memory beside pooled ones, where quantized matrices become bfloat16."""
+    parts = [part for part in store[unit].parts if part.weights]
+    return store[unit].num_bytes + sum(prod(part.shape) * torch.bfloat16.itemsize - part.num_bytes(0) for part in parts)
 
 
 def _with_units(plan: MemoryPlan, store: Store, units: list[str]) -> MemoryPlan:
