@@ -261,7 +261,11 @@ class ExpertCache:
         self._queue.drop(key)
         self.counts.loads += 1
         self.counts.wasted += is_prefetch
-        self.fetches.begin(slot, due, rank)
+        try:
+            self.fetches.begin(slot, due, rank)
+        except BaseException:
+            self.slots.empty([key])  # nothing is being read into it
+            raise
 
     def _collect(self, *, waits: bool) -> None:
         """Take note of the reads that have ended."""

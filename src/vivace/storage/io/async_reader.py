@@ -122,7 +122,10 @@ class AsyncReader(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Stop the threads. Batches that have not begun are given up; the blocking reader stays open."""
+        """Stop the threads; the blocking reader stays open.
+
+        Batches that have not begun are given up, and asking for others raises ``CheckpointError``.
+        """
 
     @property
     @abstractmethod

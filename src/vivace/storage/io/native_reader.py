@@ -18,7 +18,7 @@ from vivace.errors import CheckpointError
 from vivace.kernels.library import DAMAGED, ENDED, CEnded, CExtent, found_library
 from vivace.storage.io.async_reader import CHUNK_BYTES, AsyncReader, PendingRead, Traffic
 from vivace.storage.io.checksums import page_sums_of
-from vivace.storage.io.readers import NUM_THREADS, PAGE, Reader, address, truncated, unreadable
+from vivace.storage.io.readers import NUM_THREADS, PAGE, Reader, address, closed, truncated, unreadable
 from vivace.storage.io.thread_reader import ThreadAsyncReader
 
 MOST_AT_ONCE = 64
@@ -62,6 +62,8 @@ class NativeAsyncReader(AsyncReader):
         table = (None, 0) if self._pages is None else (self._pages.address, self._pages.count)
         handle = library.vivace_reader_open(reader.file, num_threads, chunk_bytes, reader.name == "direct", *table)
         self._handle = ctypes.c_void_p(handle)
+        self._total = Traffic()
+        """The totals when this was closed."""
         # The threads read the file and these checksums and write into these memories, so all must outlive the threads.
         self._stop = weakref.finalize(self, _close, library, self._handle, (reader, self._memories, self._pages))
 
@@ -72,7 +74,9 @@ class NativeAsyncReader(AsyncReader):
 
     @property
     def traffic(self) -> Traffic:
-        """Totals since the reader was opened."""
+        """Totals from when the reader was opened until it was closed."""
+        if not self._stop.alive:
+            return self._total
         out = (c_int64 * 3)()
         self._library.vivace_reader_counts(self._handle, out)
         num_reads, num_bytes, busy_ns = out
@@ -89,6 +93,7 @@ class NativeAsyncReader(AsyncReader):
         return self._begin(memory, byref(CExtent(offset, 0, len(memory))), 1, due, rank)
 
     def _begin(self, memory: memoryview, extents: object, count: int, due: int, rank: int) -> PendingRead:
+        self._require_open()
         start = address(memory)
         number = self._library.vivace_reader_submit(self._handle, start, extents, count, due, rank)
         self._memories[number] = memory
@@ -97,10 +102,12 @@ class NativeAsyncReader(AsyncReader):
 
     def reschedule(self, read: PendingRead, due: int) -> None:
         """Change when a batch is due."""
+        self._require_open()
         self._library.vivace_reader_reschedule(self._handle, read.number, due)
 
     def completed(self, *, waits: bool) -> list[PendingRead]:
         """Return the batches that have ended and that nobody joined."""
+        self._require_open()
         count = self._library.vivace_reader_completed(self._handle, self._ended, MOST_AT_ONCE, waits)
         found = [self._end(self._ended[place]) for place in range(count)]
         if waits and not found:  # none is under way: what is still waited for had ended in a call that was interrupted
@@ -111,6 +118,9 @@ class NativeAsyncReader(AsyncReader):
 
     def join(self, read: PendingRead) -> None:
         """Block until a batch is over."""
+        if not self._stop.alive:
+            self._forget(read.number).end(closed(self._reader.path))
+            return
         ended = CEnded(-1)
         self._library.vivace_reader_wait(self._handle, read.number, byref(ended))
         if ended.number == read.number:
@@ -120,7 +130,13 @@ class NativeAsyncReader(AsyncReader):
 
     def close(self) -> None:
         """Stop the threads."""
+        self._total = self.traffic
         self._stop()
+
+    def _require_open(self) -> None:
+        """Raise where this was closed: the native reader behind the handle is gone, and its memory with it."""
+        if not self._stop.alive:
+            raise closed(self._reader.path)
 
     def _end(self, ended: CEnded) -> PendingRead:
         read = self._forget(ended.number)

@@ -193,6 +193,11 @@ def unreadable(path: Path, offset: int, why: str | None) -> CheckpointError:
     return CheckpointError(f"{path} could not be read at byte {offset}: {why}; check the disk, then ask again")
 
 
+def closed(path: Path) -> CheckpointError:
+    """Return the error of reading a file whose reader was closed."""
+    return CheckpointError(f"{path} is closed, and is no longer read; load the model again")
+
+
 def truncated(path: Path, offset: int, wanted: int, found: int) -> CorruptError:
     """Return the error of a file that ends before all wanted bytes."""
     return CorruptError(

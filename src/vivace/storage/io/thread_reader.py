@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vivace.errors import VivaceError
 from vivace.storage.io.async_reader import CHUNK_BYTES, AsyncReader, PendingRead, Traffic
-from vivace.storage.io.readers import NUM_THREADS, PAGE, Reader
+from vivace.storage.io.readers import NUM_THREADS, PAGE, Reader, closed
 
 
 @dataclass(order=True)
@@ -82,6 +82,7 @@ class ThreadAsyncReader(AsyncReader):
         return self._begin(memory, [[offset, 0, len(memory)]], due, rank)
 
     def _begin(self, memory: memoryview, extents: list[list[int]], due: int, rank: int) -> PendingRead:
+        self._require_open()
         chunks = [
             (offset + first, place + first, min(self._chunk_bytes, size - first))
             for offset, place, size in extents
@@ -94,10 +95,12 @@ class ThreadAsyncReader(AsyncReader):
 
     def reschedule(self, read: PendingRead, due: int) -> None:
         """Change when a batch is due."""
+        self._require_open()
         self._queue.reschedule(read.number, due)
 
     def completed(self, *, waits: bool) -> list[PendingRead]:
         """Return the batches that have ended and that nobody joined."""
+        self._require_open()
         return [self._end(batch) for batch in self._queue.completed(waits=waits)]
 
     def join(self, read: PendingRead) -> None:
@@ -105,12 +108,19 @@ class ThreadAsyncReader(AsyncReader):
         batch = self._queue.wait(read.number)
         if batch is not None:
             self._end(batch)
+        else:
+            self._reads.pop(read.number).end(closed(self._reader.path))
 
     def close(self) -> None:
         """Stop the threads."""
         self._queue.close()
         for thread in self._threads:
             thread.join()
+
+    def _require_open(self) -> None:
+        """Raise where this was closed: no thread would ever read what is asked for."""
+        if self._queue.is_closed:
+            raise closed(self._reader.path)
 
     def _end(self, batch: _Batch) -> PendingRead:
         read = self._reads.pop(batch.number)
@@ -130,7 +140,7 @@ class _Queue:
         self._over: list[_Batch] = []
         self._running = 0
         self._since = 0.0
-        self._is_closed = False
+        self.is_closed = False
         # A reader may be collected, which closes its queue, in a thread that holds the lock.
         lock = threading.RLock()
         self._asked, self._ended = threading.Condition(lock), threading.Condition(lock)
@@ -164,7 +174,7 @@ class _Queue:
         """Block until a batch is over, and return it; None if this is closed before."""
         with self._ended:
             batch = self._batches[number]
-            self._ended.wait_for(lambda: batch.is_over or self._is_closed)
+            self._ended.wait_for(lambda: batch.is_over or self.is_closed)
             return batch if batch.is_over else None
 
     def forget(self, batch: _Batch) -> None:
@@ -176,7 +186,7 @@ class _Queue:
     def close(self) -> None:
         """Let the threads end."""
         with self._asked:
-            self._is_closed = True
+            self.is_closed = True
             self._asked.notify_all()
             self._ended.notify_all()
 
@@ -184,8 +194,8 @@ class _Queue:
         """Read chunks, the most urgent first, until this is closed."""
         while True:
             with self._asked:
-                self._asked.wait_for(lambda: self._waiting or self._is_closed)
-                if self._is_closed:
+                self._asked.wait_for(lambda: self._waiting or self.is_closed)
+                if self.is_closed:
                     return
                 batch = self._waiting[0]
                 place = batch.next
