@@ -22,7 +22,6 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.seams import Memory
-from vivace.errors import VivaceError
 from vivace.kernels.native import NativeBody
 from vivace.storage.budget import MemoryPlan, block_of
 from vivace.storage.io.async_reader import AsyncReader, PendingRead
@@ -140,20 +139,17 @@ class NeuronLoader:
 
     def _bring_back(self, windows: Sequence[Window]) -> None:
         reads = []
-        for layer, (cache, window) in enumerate(zip(self.caches, windows, strict=True)):
-            bundle = self.store[f"layers.{layer}.neurons"]
-            extents = cache.restore(window).extents(bundle.offset, bundle.stride)
-            reads.append(self.reader.submit(cache.memory, extents))
-            self.counts.read += len(window.neurons)
         try:
+            for layer, (cache, window) in enumerate(zip(self.caches, windows, strict=True)):
+                bundle = self.store[f"layers.{layer}.neurons"]
+                extents = cache.restore(window).extents(bundle.offset, bundle.stride)
+                reads.append(self.reader.submit(cache.memory, extents))
+                self.counts.read += len(window.neurons)
             for read in reads:
                 read.wait()
-        except VivaceError:
-            self._forget()
+        except BaseException:  # also an interruption: what has not arrived must not pass for neurons
+            _empty(self.caches, reads)
             raise
-        finally:
-            for read in reads:
-                read.join()
 
     def leave(self, memory: Memory) -> None:
         """Forget the windows of a session without sequences, so that its next one does not depend on the last."""
@@ -204,15 +200,16 @@ class NeuronLoader:
         begun = time.perf_counter()
         wanted = cache.turn(active)
         excess = list(cache.excess.split(self.block)) if len(cache.excess) else []
-        reads = [self.reader.submit(cache.memory, wanted.extents(bundle.offset, bundle.stride))]
-        reads += [self._begin(bundle, excess, place) for place in range(min(2, len(excess)))]
+        reads: list[PendingRead] = []
         self.counts.passes += 1
         self.counts.active += len(active)
         num_wanted = int(wanted.lengths.sum())
         self.counts.read += num_wanted + len(cache.excess)
         self.counts.excess += len(cache.excess)
-        self.counts.manage_s += time.perf_counter() - begun
         try:
+            reads.append(self.reader.submit(cache.memory, wanted.extents(bundle.offset, bundle.stride)))
+            reads += [self._begin(bundle, excess, place) for place in range(min(2, len(excess)))]
+            self.counts.manage_s += time.perf_counter() - begun
             records = self.store.records(bundle.name, cache.rows)
             kept = cache.num_used - num_wanted
             yield Records(cache.pointer, records, 0, kept)
@@ -225,9 +222,8 @@ class NeuronLoader:
                 yield Records(which, self.store.records(bundle.name, rows), 0, len(neurons))
                 if place + 2 < len(excess):
                     reads.append(self._begin(bundle, excess, place + 2))
-        except VivaceError:
-            cache.forget()
-            cache.rows.zero_()
+        except (Exception, KeyboardInterrupt):  # not where its user gives up, which may be noticed passes later
+            _empty([cache], reads)
             raise
         finally:
             for read in reads:
@@ -264,6 +260,16 @@ class NeuronLoader:
         finally:
             for read in reads:
                 read.join()
+
+
+def _empty(caches: Sequence[NeuronCache], reads: Sequence[PendingRead]) -> None:
+    """Forget what caches hold, and zero their rows once no read is under way: 0 times a NaN left there is no number."""
+    for cache in caches:
+        cache.forget()
+    for read in reads:
+        read.join()
+    for cache in caches:
+        cache.rows.zero_()
 
 
 class NeuronState:
