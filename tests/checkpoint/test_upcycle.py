@@ -54,9 +54,18 @@ def test_transformers_reads_it(dense: Path, tmp_path: Path) -> None:
 
 
 def test_refusals(dense: Path, tmp_path: Path) -> None:
-    for wrong in ({"num_experts": 2, "top_k": 2}, {"top_k": 0}, {"noise": -0.1}):
+    for wrong in (
+        {"num_experts": 2, "top_k": 2},
+        {"top_k": 0},
+        {"noise": -0.1},
+        {"noise": float("nan")},
+        {"noise": float("inf")},
+    ):
         with pytest.raises(ConfigError, match="1 <= top_k < num_experts and noise >= 0"):
             upcycle_checkpoint(dense, tmp_path / "no", **wrong)
+    for seed in (1 << 63, -(1 << 63) - 1, 10**5000):
+        with pytest.raises(ConfigError, match="seed must be an integer of 64 bits"):
+            upcycle_checkpoint(dense, tmp_path / "no", seed=seed)
     with pytest.raises(ConfigError, match="is the model itself"):
         upcycle_checkpoint(dense, dense)
     mixture = upcycle_checkpoint(dense, tmp_path / "moe", num_experts=3)

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from vivace.checkpoint.load import load_decoder, put, read_config
 from vivace.checkpoint.save import staged_checkpoint, write_decoder
 from vivace.core.config import ModelConfig, MoeConfig
 from vivace.core.model import Decoder
-from vivace.errors import ConfigError, UnsupportedError
+from vivace.errors import ConfigError, UnsupportedError, shown
 
 _EXPERT = re.compile(r"(layers\.\d+\.feed_forward\.)experts\.\d+\.(.*)")
 _DENSE_ONLY = ("attention_bias", "mlp_bias", "pretraining_tp")
@@ -60,10 +61,13 @@ def upcycle_checkpoint(
         CheckpointError: the disk is full; ``out`` is left as it was.
     """
     folder, target = resolve(source), Path(out)
-    if not 1 <= top_k < num_experts or noise < 0:
+    if not 1 <= top_k < num_experts or not 0 <= noise < inf:
         raise ConfigError(
-            f"a mixture needs 1 <= top_k < num_experts and noise >= 0, found {top_k}, {num_experts} and {noise:g}"
+            "a mixture needs 1 <= top_k < num_experts and noise >= 0, finite, found "
+            f"{top_k}, {num_experts} and {noise:g}"
         )
+    if not -(1 << 63) <= seed < 1 << 63:
+        raise ConfigError(f"seed must be an integer of 64 bits, found {shown(seed)}")
     require_other(out, folder, "another folder for the mixture")
     raw = _mixtral(read_config(folder, ignored), num_experts, top_k)
     dense = load_decoder(folder, device="cpu", ignored=ignored)
