@@ -124,6 +124,7 @@ def test_an_error_is_allowed_instead_of_a_share(cli: Cli, model: Path, tmp_path:
         ((*calibrated, "--error", "0.1", "--active", "0.5"), "give one of them"),
         ((*calibrated, "--error", "1.5"), "error is a share"),
         ((*calibrated, "--ordered"), "this model has silu"),
+        ((*calibrated[:-3], "neurons", *calibrated[-2:], "--active", "0.5"), "--active is for --layout selected"),
         ((*words[:-1], "layers", "--calibrate", tmp_path / "prompts.jsonl"), "nothing to calibrate"),
     ):
         found = cli(*(tmp_path / "new" if word == tmp_path / "store" else word for word in wrong))
@@ -205,6 +206,8 @@ def test_texts_that_the_model_cannot_read_are_refused_before_a_store_is_written(
     most, texts = store.config.max_positions, [(5, 6, 7, 8)] * 12
     with pytest.raises(ConfigError, match=f"text 2 has {most + 1} tokens, this model reads {most}"):
         calibrate(tmp_path / "model", store, [texts[0], (5,) * (most + 1), *texts])
+    with pytest.raises(ConfigError, match="text 2 has no tokens"):
+        calibrate(tmp_path / "model", store, [texts[0], (), *texts])
     (tmp_path / "texts.jsonl").write_text('{"prompt": [5, 99999]}\n' * 12)
     words = ("convert", tmp_path / "store", "--store", "--layout", "selected", "--model", tmp_path / "model")
     outcome = cli(*words, "--calibrate", tmp_path / "texts.jsonl")

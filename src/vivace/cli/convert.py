@@ -112,6 +112,8 @@ def convert(
         raise ConfigError("--error and --ordered are for --store --calibrate FILE; give both, or leave them out")
     if error is not None and active is not None:
         raise ConfigError("--active and --error both say how many neurons are kept; give one of them")
+    if active is not None and layout == "neurons":
+        raise ConfigError("--active is for --layout selected; with --layout neurons give --error, or leave it out")
     if dense and merge is None:
         if store or layout != "layers" or calibrate is not None or (kind, kernels) != ("auto", "auto"):
             raise ConfigError("--dense takes --model and --dtype; leave the others out")

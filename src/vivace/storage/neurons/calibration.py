@@ -44,9 +44,11 @@ def check_calibration(
 
     Raises:
         ConfigError: a layout that needs neither predictors nor thresholds, too few texts, an impossible share, or a
-            text that the model cannot read.
+            text that the model cannot read, or that has no tokens.
     """
     for number, text in enumerate(texts, 1):
+        if not text:
+            raise ConfigError(f"text {number} has no tokens to calibrate on; leave it out")
         if len(text) > config.max_positions:
             raise ConfigError(f"text {number} has {len(text)} tokens, this model reads {config.max_positions}")
         if (strange := next((token for token in text if not 0 <= token < config.vocab_size), None)) is not None:
