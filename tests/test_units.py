@@ -32,6 +32,14 @@ def test_anything_else_is_refused_and_named(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 300 + "TB", 10**400, str(1 << 63), "8388608TiB"])
+def test_more_than_any_machine_has_is_one_short_line(text: str | int) -> None:
+    with pytest.raises(ConfigError, match="expected a size") as caught:
+        parse_bytes(text)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
 @given(st.integers(0, 1 << 50))
 def test_formatted_size_is_close_to_the_size(num_bytes: int) -> None:
     assert parse_bytes(format_bytes(num_bytes)) == pytest.approx(num_bytes, rel=0.06)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from vivace.errors import ConfigError
+from vivace.errors import ConfigError, shown
 
 BYTES: Mapping[str, int] = {
     "B": 1,
@@ -24,6 +24,8 @@ BYTES: Mapping[str, int] = {
     "TiB": 1024**4,
 }
 """Number of bytes in each unit."""
+_TOO_MANY = 1 << 63
+"""Number of bytes that no machine addresses."""
 
 _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
 
@@ -32,12 +34,18 @@ def parse_bytes(text: str | int) -> int:
     """Return the number of bytes in ``"4GiB"``, ``"512 MB"`` or ``4096``, rounded down.
 
     Raises:
-        ConfigError: the text is not a non-negative number with one of the known units.
+        ConfigError: the text is not a non-negative number with one of the known units, or more than 64 bits can hold.
     """
-    match = _QUANTITY.fullmatch(str(text))
+    is_long = isinstance(text, int) and abs(text) >= _TOO_MANY
+    match = None if is_long else _QUANTITY.fullmatch(str(text))
     if match is None or (match[2] and match[2] not in BYTES):
-        raise ConfigError(f"expected a size such as 4GiB, 512MB or 4096, found {text!r}; units: {', '.join(BYTES)}")
-    return int(float(match[1]) * (BYTES[match[2]] if match[2] else 1))
+        raise ConfigError(
+            f"expected a size such as 4GiB, 512MB or 4096, found {shown(text)}; units: {', '.join(BYTES)}"
+        )
+    number = float(match[1]) * (BYTES[match[2]] if match[2] else 1)
+    if number >= _TOO_MANY:
+        raise ConfigError(f"expected a size such as 4GiB, found {shown(text)}, which is more than any machine has")
+    return int(number)
 
 
 def format_bytes(num_bytes: int) -> str:
