@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 from vivace.errors import ConfigError
 
@@ -25,8 +25,8 @@ class ForesightConfig:
     """Lookahead distances, in layers, for which routers are taught to be asked early; others work untaught."""
 
     def __post_init__(self) -> None:
-        if self.rate is not None and not self.rate > 1:
-            raise ConfigError(f"rate must be above 1 for experts to be foreseen, found {self.rate}")
+        if self.rate is not None and not 1 < self.rate < inf:
+            raise ConfigError(f"rate must be above 1, and finite, for experts to be foreseen, found {self.rate}")
         if min(self.rank, self.forecast) < 0 or self.bottleneck < 1:
             raise ConfigError(
                 "rank and forecast must be >= 0 and bottleneck >= 1, found "
@@ -85,5 +85,6 @@ class ForesightLoss:
 
     def __post_init__(self) -> None:
         weights = self.routing, self.alignment, self.forecast
-        if min(weights) < 0 or sum(weights) == 0:
-            raise ConfigError(f"loss weights must be >= 0, one of them > 0, found {', '.join(map(str, weights))}")
+        if not all(0 <= weight < inf for weight in weights) or sum(weights) == 0:
+            found = ", ".join(map(str, weights))
+            raise ConfigError(f"loss weights must be finite and >= 0, one of them > 0, found {found}")
