@@ -47,7 +47,7 @@ def test_what_was_written_is_read(store: Store) -> None:
 
 
 def test_of_another_store(store: Store) -> None:
-    with pytest.raises(MismatchError, match="belongs to another store.*--calibrate"):
+    with pytest.raises(MismatchError, match=r"belongs to another store.*--calibrate"):
         load_predictors(replace(store, identity="0" * 16))
 
 
@@ -113,7 +113,7 @@ def test_of_more_layers(store: Store) -> None:
 @pytest.mark.parametrize(("name", "shape"), [("down", (4, 32)), ("up", (WIDTH, 4)), ("bias", (WIDTH,))])
 def test_no_numbers(store: Store, name: str, shape: tuple[int, ...], number: float) -> None:
     of_an_earlier_version(store, **{name: torch.full(shape, number)})
-    with pytest.raises(CorruptError, match="layer 1 .*--calibrate"):
+    with pytest.raises(CorruptError, match=r"layer 1 .*--calibrate"):
         load_predictors(store)
 
 
