@@ -110,6 +110,27 @@ def test_what_cannot_be_trained_is_refused_before_it_starts(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("places", [(), (0, 1), (3,), (-1,)])
+def test_a_stage_that_adds_layers_says_where_the_others_go(places: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"stage 2 has 3 layers after 1; its stages\.places must be 1 rising"):
+        replace(RECIPE, stages=(Stage(LOOP, depth=1), Stage(LOOP, depth=3, places=places)))
+
+
+def test_a_stage_of_the_same_depth_needs_no_places_and_takes_only_its_own() -> None:
+    replace(RECIPE, stages=(Stage(LOOP), Stage(LOOP, places=(0, 1, 2)), Stage(LOOP)))
+    with pytest.raises(ConfigError, match="stage 1 has 3 layers after 3"):
+        replace(RECIPE, stages=(Stage(LOOP, places=(0,)),))
+    with pytest.raises(ConfigError, match=r"leave out stages\.depth and stages\.places"):
+        replace(RECIPE, shape=None, stages=(Stage(LOOP, places=(0, 1, 2)),))
+
+
+def test_a_stage_alone_is_checked() -> None:
+    with pytest.raises(ConfigError, match=r"stages\.depth must be at least 1, found 0"):
+        Stage(LOOP, depth=0)
+    with pytest.raises(ConfigError, match=r"stages\.invent is a share between 0 and 1, found 1\.5"):
+        Stage(LOOP, invent=1.5)
+
+
 def test_the_recipe_that_ships_describes_the_model_that_ships() -> None:
     recipe = build(DecoderRecipe, read_recipe("base"))
     assert recipe.shape is not None

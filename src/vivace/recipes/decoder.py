@@ -38,6 +38,10 @@ class Stage:
     def __post_init__(self) -> None:
         if any(not 0 <= share <= 1 for share in self.shares.values()):
             raise ConfigError(f"shares are between 0 and 1, found {self.shares}")
+        if self.depth is not None and self.depth < 1:
+            raise ConfigError(f"stages.depth must be at least 1, found {self.depth}")
+        if self.invent is not None and not 0 <= self.invent <= 1:
+            raise ConfigError(f"stages.invent is a share between 0 and 1, found {self.invent}")
 
 
 @dataclass(frozen=True)
@@ -110,14 +114,19 @@ class DecoderRecipe(WholeRecipe):
                 f"sparsity is at least 0 and goes without recompute and without balance, found {self.sparsity}"
             )
         if self.shape is None:
-            if any(stage.depth is not None for stage in self.stages):
-                raise ConfigError("a base keeps its depth; leave out stages.depth, or give a shape to start from")
+            if any(stage.depth is not None or stage.places for stage in self.stages):
+                raise ConfigError(
+                    "a base keeps its depth; leave out stages.depth and stages.places, or give a shape to start from"
+                )
             return
         if self.longest > self.shape.max_positions:
             raise ConfigError(f"longest {self.longest} exceeds the {self.shape.max_positions} positions of the shape")
         depths = [self.shape.num_layers if stage.depth is None else stage.depth for stage in self.stages]
         if depths != sorted(depths) or depths[-1] != self.shape.num_layers:
             raise ConfigError(f"depths must grow to {self.shape.num_layers} layers, found {depths}")
+        before = [depths[0], *depths[:-1]]
+        for number, (stage, count, depth) in enumerate(zip(self.stages, before, depths, strict=True), 1):
+            _check_places(number, stage.places, count, depth)
 
     def decoder_recipe(self) -> DecoderRecipe:
         """Return this recipe itself."""
@@ -142,3 +151,14 @@ class DecoderRecipe(WholeRecipe):
                 "the recipe balances experts and the model has none; make them first with `vivace upcycle`"
             )
         return BalancedNextToken(model, weight=self.balance)
+
+
+def _check_places(number: int, places: Sequence[int], before: int, depth: int) -> None:
+    """Refuse places that cannot be those of ``before`` layers among ``depth``, and missing ones of a deeper stage."""
+    if not places and before == depth:
+        return
+    if len(places) != before or sorted(set(places)) != list(places) or places[0] < 0 or places[-1] >= depth:
+        raise ConfigError(
+            f"stage {number} has {depth} layers after {before}; its stages.places must be {before} rising indices "
+            f"below {depth}, found {list(places)}"
+        )
