@@ -62,6 +62,8 @@ class Stored:
     """Config that the common recipe trains unless told otherwise; None stands for the default of ``config``."""
     trained_plan: Callable[[], Any] | None = None
     """Plan that is saved unless told otherwise; None stands for the default of ``plan``."""
+    deepest: str | None = None
+    """Field of ``config`` that says how many guesses in a row the weights make at most; None has no limit."""
 
 
 class MethodContext(Protocol):

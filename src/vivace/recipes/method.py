@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from typing import Any
 
 from vivace.core.trained import Trained
+from vivace.errors import ConfigError
 from vivace.methods.composition import stored_of
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 from vivace.train.distillation import DistillationLoss
@@ -21,8 +22,22 @@ class MethodRecipe(FrozenRecipe):
     """Settings of the method's objective."""
     plan: Any
     """How decoding drafts with the weights, saved with them. Where it names a size of the draft vocabulary, only so
-    many tokens are learnt to be guessed."""
+    many tokens are learnt to be guessed. None stands for the method's own, no deeper than the weights."""
     tokens_per_batch: int = 2048
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        stored = stored_of(self.kind)
+        deepest = None if stored.deepest is None else getattr(self.adapter, stored.deepest)
+        if self.plan is None:
+            plan = (stored.trained_plan or stored.plan)()
+            fitting = plan if deepest is None else replace(plan, widths=plan.widths[:deepest])
+            object.__setattr__(self, "plan", fitting)
+        elif deepest is not None and len(self.plan.widths) > deepest:
+            raise ConfigError(
+                f"plan.widths {list(self.plan.widths)} go deeper than adapter.{stored.deepest} {deepest}; shorten the "
+                f"widths, or raise adapter.{stored.deepest}"
+            )
 
     def begin(self, context: TrainContext) -> MethodTraining:
         """Make untrained weights in the decoder's precision; the optimiser keeps float32 copies."""
@@ -42,7 +57,7 @@ def method_recipe(kind: str) -> type[MethodRecipe]:
         ("kind", str, field(default=kind)),
         ("adapter", stored.config, field(default_factory=stored.trained_config or stored.config)),
         ("loss", loss, field(default_factory=loss)),
-        ("plan", stored.plan, field(default_factory=stored.trained_plan or stored.plan)),
+        ("plan", stored.plan | None, field(default=None)),
     ]
     return make_dataclass(f"{kind.capitalize()}Recipe", fields, bases=(MethodRecipe,), frozen=True, kw_only=True)
 

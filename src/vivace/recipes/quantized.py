@@ -41,6 +41,10 @@ class QuantizedRecipe(FrozenRecipe):
             raise ConfigError(f"calibration_tokens must be at least 1, found {self.calibration_tokens}")
         if self.plan.weights != "q4":
             raise ConfigError(f"what is quantized here are weights of four bits: plan.weights is {self.plan.weights!r}")
+        if not self.plan.is_chain:
+            raise ConfigError(
+                f"drafts in four bits are chains: plan.widths must be all 1, found {list(self.plan.widths)}"
+            )
 
     def why_not(self, model: Decoder) -> str | None:
         """Return why four-bit drafts cannot be made for a model; None if they can."""

@@ -21,7 +21,9 @@ from vivace.methods.uno.drafter import UnoConfig
 from vivace.prompts import Prompt
 from vivace.recipes.draft import DraftRecipe
 from vivace.recipes.frozen import TrainContext
+from vivace.recipes.kinds import recipe_of
 from vivace.recipes.method import MethodRecipe, method_recipe
+from vivace.recipes.quantized import QuantizedRecipe
 from vivace.recipes.scratch import ShapeConfig
 from vivace.recipes.trainer import train_beside
 from vivace.train.config import LoopConfig
@@ -154,3 +156,19 @@ def test_methods_without_weights_run_on_any_model(checkpoint: Path, method: str)
     assert plain.token_ids == fast.token_ids
     assert fast.stats.num_draft_tokens > 0
     assert method in engine.methods.ready()
+
+
+@pytest.mark.parametrize(("kind", "adapter"), [("medusa", MedusaConfig(2)), ("uno", UnoConfig(2))])
+def test_a_plan_deeper_than_the_weights_is_refused_before_the_training(kind: str, adapter: object) -> None:
+    recipe = method_recipe(kind)
+    assert len(recipe(**SETTINGS, adapter=adapter).plan.widths) == 2
+    assert len(recipe(**SETTINGS).plan.widths) == 4
+    with pytest.raises(ConfigError, match=r"plan\.widths \[1, 1, 1\] go deeper than adapter\.(heads|block) 2; shorten"):
+        recipe(**SETTINGS, adapter=adapter, plan=TreePlan((1, 1, 1)))
+    given = {"kind": kind, "loop": {"steps": 5, "warmup_steps": 1}, "plan": {"widths": [1, 1, 1, 1]}}
+    assert recipe_of(given).plan == TreePlan((1,) * 4)  # type: ignore[union-attr]
+
+
+def test_a_tree_in_four_bits_is_refused_before_the_calibration() -> None:
+    with pytest.raises(ConfigError, match=r"plan\.widths must be all 1, found \[2, 1\]"):
+        QuantizedRecipe(plan=DraftPlan((2, 1), weights="q4"))

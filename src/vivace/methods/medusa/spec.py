@@ -26,7 +26,9 @@ def _heads() -> Stored:
     from vivace.methods.medusa.drafter import MedusaConfig, MedusaHeads
     from vivace.methods.medusa.objective import MedusaLoss, MedusaObjective
 
-    return Stored(MedusaConfig, TreePlan, MedusaHeads, "heads", objective=MedusaObjective, loss=MedusaLoss)
+    return Stored(
+        MedusaConfig, TreePlan, MedusaHeads, "heads", objective=MedusaObjective, loss=MedusaLoss, deepest="heads"
+    )
 
 
 def _medusa_plans(config: ConfigReader, longest: int) -> Sequence[Any]:

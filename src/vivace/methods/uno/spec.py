@@ -31,6 +31,7 @@ def _block_deltas() -> Stored:
         objective=UnoObjective,
         loss=UnoLoss,
         trained_plan=lambda: TreePlan((1,) * 4),
+        deepest="block",
     )
 
 
