@@ -91,10 +91,10 @@ def likeliest(logits: Tensor, width: int, *, with_chances: bool) -> tuple[list[l
 
     Args:
         logits: (n, V).
-        width: number of tokens per row.
+        width: number of tokens per row; a row of fewer gives all of them.
         with_chances: whether probabilities are wanted, which cost a sum over the vocabulary.
     """
-    values, tokens = logits.topk(width)
+    values, tokens = logits.topk(min(width, logits.shape[-1]))
     if with_chances:
         values = (values - logits.logsumexp(-1, keepdim=True)).exp()
     return tokens.tolist(), values.tolist()
@@ -117,6 +117,8 @@ class TreePlan:
         if not self.widths or min(self.widths) < 1:
             raise ConfigError(f"draft widths must be positive and at least one, found {list(self.widths)}")
         check_size(self.vocabulary)
+        if self.nodes and max(self.widths) > MAX_NODES:
+            raise ConfigError(f"draft widths must be at most {MAX_NODES}, found {list(self.widths)}")
         if not self.nodes:
             DraftPlan(self.widths)  # refuses what is too large
 

@@ -13,7 +13,7 @@ from tests.methods.rivals.conftest import rival
 from vivace.core.seams import Draft
 from vivace.decode.request import Request
 from vivace.decode.session import Session
-from vivace.decode.tree import Node, TreePlan, every_path, grown, likeliest_paths
+from vivace.decode.tree import Node, TreePlan, every_path, grown, likeliest, likeliest_paths
 from vivace.errors import ConfigError
 from vivace.methods.lookahead.drafter import LookaheadPlan, Pool
 from vivace.methods.medusa.drafter import Medusa, MedusaConfig, MedusaHeads
@@ -90,6 +90,14 @@ def test_plans_that_cannot_be_are_refused(base) -> None:
         LookaheadPlan(8, 7, 7)
     with pytest.raises(ConfigError, match="nodes must be between 0 and"):
         TreePlan((1,), 99)
+    with pytest.raises(ConfigError, match="draft widths must be at most 32"):
+        TreePlan((5000,), 4)
     model = base(torch.float32)
     with pytest.raises(ConfigError, match="deeper than the 3 heads"):
         Medusa(model, MedusaHeads(MedusaConfig(3), model.config), TreePlan((1, 1, 1, 1)))
+
+
+def test_a_head_of_few_tokens_gives_all_of_them() -> None:
+    tokens, chances = likeliest(torch.tensor([[0.0, 2.0, 1.0]]), 5, with_chances=True)
+    assert tokens == [[1, 2, 0]]
+    assert sum(chances[0]) == pytest.approx(1.0)
