@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -15,10 +17,16 @@ from vivace.methods.multistream.objective import MultistreamLoss, MultistreamObj
 from vivace.methods.multistream.shared import SharedLoss, SharedObjective, SharedStreams
 from vivace.methods.multistream.streams import Streams
 
+Attach = Literal["every", "kept"]
 
-def streams_of(model: Decoder, streams: Streams, tokens: Tensor) -> Tensor:
+
+def streams_of(model: Decoder, streams: Streams, tokens: Tensor, attach: Attach = "kept") -> Tensor:
     """Streams of the last but one token of a text, which know the last where they are told, (streams, E)."""
-    climb, cache = StreamForwardPass(streams, StreamPlan((1, 1, 1), "kept")), model.new_cache(1, 64)
+    climb, cache = StreamForwardPass(streams, StreamPlan((1, 1, 1), attach)), model.new_cache(1, 64)
+    if attach == "every":
+        every = climb.run(model, Draft.committed_only({0: tokens[:-1].tolist()}), cache).streams
+        assert every is not None
+        return every[-1]
     passed = climb.run(model, Draft.committed_only({0: tokens[:-1].tolist()}), cache)
     cache.commit([0], [range(len(tokens) - 1)])
     decided = Verified(passed.hidden[-1:], tokens[-1:]) if streams.config.feedback else None
@@ -26,12 +34,12 @@ def streams_of(model: Decoder, streams: Streams, tokens: Tensor) -> Tensor:
     return climb.follow(model, [0], passed.entering[-1:], cache, decided)[0]
 
 
-def streams_loss(model: Decoder, streams: Streams, hard: float, decay: float) -> float:
+def streams_loss(model: Decoder, streams: Streams, hard: float, decay: float, attach: Attach = "kept") -> float:
     """Sum over positions of the streams' losses on the law of the model mixed with the token."""
     total = 0.0
     for text, at, _ in predicting(BATCH):
         tokens = BATCH.tokens[text]
-        top, rows = residuals_of(model, tokens)[0][-1], streams_of(model, streams, tokens[: at + 2])
+        top, rows = residuals_of(model, tokens)[0][-1], streams_of(model, streams, tokens[: at + 2], attach)
         for place in range(3):
             later = at + 1 + place
             if learns(text, later):
@@ -65,10 +73,11 @@ def multistream(**fields: object) -> Case:
     return Case(model, MultistreamObjective(made, loss), oracle)
 
 
-def shared(*, pruner_rank: int = 4) -> Case:
+def shared(*, pruner_rank: int = 4, feedback: bool = False, attach: Attach = "kept") -> Case:
     """Terms on the model itself: its next tokens, its streams, and a pruner whose loss does not reach it."""
     model = frozen()
-    config = MultistreamConfig(streams=3, insertion_layer=2, rank=0, bottleneck=0, pruner_rank=pruner_rank)
+    own = {"rank": 0, "bottleneck": 0, "pruner_rank": pruner_rank}
+    config = MultistreamConfig(streams=3, insertion_layer=2, **own, feedback=feedback)
     made = disturbed(SharedStreams(config, model.config, rank=4), 0.05)
 
     def oracle() -> float:
@@ -80,8 +89,8 @@ def shared(*, pruner_rank: int = 4) -> Case:
             cross_entropy(head(merged, residuals_of(merged, BATCH.tokens[text])[0][-1][at]), token)
             for text, at, token in predicting(BATCH)
         )
-        others = 0.6 * streams_loss(merged, alone, 1.0, 0.8) + 0.4 * pruner_loss(merged, alone, 2)
+        others = 0.6 * streams_loss(merged, alone, 1.0, 0.8, attach) + 0.4 * pruner_loss(merged, alone, 2)
         return (main + others) / COUNT
 
-    objective = SharedObjective(made, SharedLoss(alpha=0.6, decay=0.8, pruner=0.4, rows=12))
+    objective = SharedObjective(made, SharedLoss(alpha=0.6, decay=0.8, pruner=0.4, rows=12), attach=attach)
     return Case(model, objective, oracle)

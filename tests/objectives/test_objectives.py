@@ -40,6 +40,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "multistream feedback": lambda: streams.multistream(feedback=True),
     "multistream rotation": lambda: streams.multistream(identifier="rotation"),
     "shared": streams.shared,
+    "shared feedback": lambda: streams.shared(feedback=True),
+    "shared feedback on every node": lambda: streams.shared(feedback=True, attach="every"),
     "shared unpruned": lambda: streams.shared(pruner_rank=0),
     "next token": whole.plain,
     "supervised": whole.supervised,
@@ -53,7 +55,15 @@ CASES: dict[str, Callable[[], Case]] = {
     "palette entries": lambda: weights.palette(trains_entries=True),
 }
 
-NO_SLOPE = {"shared", "balanced", "depths", "palette", "palette entries"}
+NO_SLOPE = {
+    "shared",
+    "shared feedback",
+    "shared feedback on every node",
+    "balanced",
+    "depths",
+    "palette",
+    "palette entries",
+}
 """What is backed through is not the slope of these: part of it is cut from the graph, rows are chosen by rank, or
 matrices are clustered softly, or not rounded, while they learn."""
 

@@ -14,18 +14,22 @@ import vivace
 from tests.parity.families import make
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.checkpoint.adapters import load_adapter
+from vivace.checkpoint.draft_vocabulary import has_vocabulary
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError, MismatchError, NotFoundError
 from vivace.methods.dynamic.drafter import DynamicConfig
 from vivace.methods.dynamic.gates import GateConfig, GatesConfig
 from vivace.methods.dynamic.objective import RouterTraining
 from vivace.methods.multirate.config import MultirateConfig
+from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
+from vivace.methods.multistream.shared import SharedObjective
 from vivace.prompts import Prompt
 from vivace.recipes.dynamic import DynamicRecipe
 from vivace.recipes.frozen import FrozenRecipe, TrainContext
 from vivace.recipes.kinds import recipe_named, recipe_of
 from vivace.recipes.multirate import MultirateRecipe
 from vivace.recipes.regenerate import regenerated
+from vivace.recipes.shared import SharedRecipe
 from vivace.recipes.trainer import train_beside
 from vivace.train.config import LoopConfig
 from vivace.train.memory import LOGITS_AT_ONCE
@@ -60,6 +64,26 @@ def test_a_trained_adapter_decodes_the_same_text(checkpoint: Path, tmp_path: Pat
     assert fast.stats.num_draft_tokens > 0
     found, _ = load_adapter(tmp_path / "fast")
     assert (found["kind"], found["plan"]["widths"]) == ("multirate", [1, 1, 1])
+
+
+def test_streams_of_a_shared_model_learn_as_their_plan_drafts(checkpoint: Path, tmp_path: Path) -> None:
+    recipe = SharedRecipe(
+        loop=LoopConfig(steps=2, warmup_steps=1),
+        adapter=MultistreamConfig(streams=2, insertion_layer=2, rank=0, bottleneck=0, pruner_rank=4),
+        rank=4,
+        plan=StreamPlan((1, 1), vocabulary=64),
+        tokens_per_batch=128,
+        held_back=8,
+    )
+    engine, quiet = vivace.load(checkpoint, kernels="torch"), Lines(lambda _: None)
+    objective = recipe.begin(TrainContext.of(recipe, engine, WORDS, tmp_path / "none", quiet)).objective
+    assert isinstance(objective, SharedObjective)
+    assert objective.attach == "every"
+    assert objective.head is not None
+    assert objective.head.num_rows == 64
+    runs = train_beside(recipe, engine, WORDS, tmp_path / "both", quiet)
+    assert [run.method for run in runs] == ["plain", "multistream"]
+    assert has_vocabulary(tmp_path / "both" / "adapters" / "multistream")
 
 
 def test_layers_that_copy_are_found_and_written_down(checkpoint: Path, tmp_path: Path) -> None:

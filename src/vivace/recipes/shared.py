@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from vivace.checkpoint.adapters import base_hash
+from vivace.checkpoint.draft_vocabulary import save_vocabulary
 from vivace.checkpoint.load import read_config
 from vivace.checkpoint.save import write_checkpoint
 from vivace.engine import load
@@ -46,8 +47,9 @@ class SharedTraining(StreamTraining):
     """Trains a model and its streams; the result is a checkpoint with streams beside it."""
 
     def __init__(self, recipe: SharedRecipe, streams: SharedStreams, context: TrainContext) -> None:
-        super().__init__(recipe.plan, SharedObjective(streams, recipe.loss), context)
-        self.depth = context.engine.model.config.num_layers + self.depth
+        head = context.draft_head(recipe.plan.vocabulary)
+        super().__init__(recipe.plan, SharedObjective(streams, recipe.loss, head, attach=recipe.plan.attach), context)
+        self.depth = context.engine.model.config.num_layers
         self.shared = streams
 
     def save(self, out: Path, base: str) -> SavedTraining:
@@ -60,6 +62,9 @@ class SharedTraining(StreamTraining):
         self.shared.merge(engine.model)
         trained = self.finish()
         write_checkpoint(engine.model, read_config(engine.folder, engine.ignored_config_keys), engine.folder, out)
-        what = trained.write(out / "adapters" / "multistream", "multistream", base_hash(out), engine)
+        folder = out / "adapters" / "multistream"
+        what = trained.write(folder, "multistream", base_hash(out), engine)
+        if self.plan.vocabulary:
+            save_vocabulary(folder, self.context.frequent())
         what = f"the model and {what} of streams{trained.note}"
         return SavedTraining(what, "multistream", lambda: load(out, **placed(engine)))

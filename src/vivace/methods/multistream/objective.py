@@ -48,8 +48,8 @@ class MultistreamLoss:
     def __post_init__(self) -> None:
         if not 0 <= self.hard <= 1 or not 0 < self.decay <= 1 or self.pruner < 0 or self.rows < 1:
             raise ConfigError(
-                f"hard must be in [0, 1], decay in (0, 1], pruner >= 0 and rows >= 1, found {self.hard}, {self.decay}, "
-                f"{self.pruner} and {self.rows}"
+                f"hard must be in [0, 1], decay in (0, 1], finite pruner >= 0 and rows >= 1, found {self.hard}, "
+                f"{self.decay}, {self.pruner} and {self.rows}"
             )
 
 
@@ -120,14 +120,17 @@ class MultistreamObjective(DecoderObjective):
         insertion_layer = self.streams.config.insertion_layer
         frozen = FrozenPass.of(model, tokens, (insertion_layer,))
         entering, final = (h.view(*tokens.shape, -1) for h in (frozen.residuals[insertion_layer], frozen.final))
-        known = None
-        if self.streams.config.feedback and self.attach == "kept":
-            known = known_in_text(model, tokens, frozen.final)
-        elif self.streams.config.feedback:
-            known = expected_in_text(model, self.streams, entering)
+        known = self._known(model, tokens, entering, frozen.final) if self.streams.config.feedback else None
         return MainStream(entering, final, frozen.step, known)
 
     def _chunk(self, head: DraftHead, batch: TokenBatch, main: MainStream, places: Places, total: int) -> LossPart:
+    @torch.no_grad()
+    def _known(self, model: Decoder, tokens: Tensor, entering: Tensor, final: Tensor) -> Tensor:
+        """Return what feedback reads where streams are attached while decoding, (B, T, 2, E); ``final`` (B * T, E)."""
+        if self.attach == "kept":
+            return known_in_text(model, tokens, final)
+        return expected_in_text(model, self.streams, entering)
+
         """Return the loss of the streams of some positions, as their share of the batch's mean."""
         hidden = run_streams(head.model, self.streams, main.entering, main.memory, places, main.known)
         heard = Heard.of(places, hidden.shape[1], batch.scored)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from typing import Literal
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.methods.multistream.config import MultistreamConfig
-from vivace.methods.multistream.objective import MainStream, MultistreamLoss, MultistreamObjective, known_in_text
+from vivace.methods.multistream.objective import MainStream, MultistreamLoss, MultistreamObjective
 from vivace.methods.multistream.streams import Streams
 from vivace.train.data import TokenBatch
 from vivace.train.distillation import Cut, rows_at_once, slices
@@ -123,8 +124,18 @@ def _rows_of(model: Decoder, index: int, name: str) -> Tensor:
 class SharedObjective(MultistreamObjective):
     """Trains low-rank deltas of a model together with streams that share them."""
 
-    def __init__(self, streams: SharedStreams, loss: SharedLoss) -> None:
-        super().__init__(streams, loss.of_streams())
+    def __init__(
+        self,
+        streams: SharedStreams,
+        loss: SharedLoss,
+        head: DraftHead | None = None,
+        *,
+        attach: Literal["every", "kept"] = "kept",
+    ) -> None:
+        """Train ``streams`` to guess the tokens that ``head`` reads; the other arguments are those of
+        ``MultistreamObjective``. The main stream learns all tokens.
+        """
+        super().__init__(streams, loss.of_streams(), head, attach=attach)
         self.alpha = loss.alpha
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
@@ -137,11 +148,12 @@ class SharedObjective(MultistreamObjective):
         memory = _Copies({layer: (kept[2 * at], kept[2 * at + 1]) for at, layer in enumerate(layers)})
         main = MainStream(entering, final, replace(step, memory=memory, deltas=()))
         if self.streams.config.feedback:
-            main = replace(main, known=self._known(model, batch, main))
+            main = replace(main, known=self._known(model, batch.tokens, main.entering, main.final.flatten(0, 1)))
         yield from self._next_token(model, batch, main)
         if self.alpha:
-            for places in places_of(batch.scored, rows_at_once(self.loss.rows, model.config.vocab_size)):
-                loss, seen = self._chunk(DraftHead(model), batch, main, places, len(batch.predicting))
+            head = self.head or DraftHead(model)
+            for places in places_of(batch.scored, rows_at_once(self.loss.rows, head.num_rows)):
+                loss, seen = self._chunk(head, batch, main, places, len(batch.predicting))
                 yield self.alpha * loss, seen
         yield from self._pruned(model, batch, replace(main, entering=main.entering.detach()))
         yield from cut.rest()
@@ -161,11 +173,6 @@ class SharedObjective(MultistreamObjective):
         for part in slices(len(rows), rows_at_once(self.loss.rows, model.config.vocab_size)):
             loss, right = next_token_loss(model, top[rows[part]], targets[part], len(rows))
             yield loss, {"main": float(loss.detach()), "accuracy": float(right)}
-
-    @staticmethod
-    @torch.no_grad()
-    def _known(model: Decoder, batch: TokenBatch, main: MainStream) -> Tensor:
-        return known_in_text(model, batch.tokens, main.final.flatten(0, 1))
 
 
 class _Copies:
