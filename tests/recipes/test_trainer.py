@@ -237,3 +237,33 @@ def test_the_memory_of_a_draft_model_is_that_of_its_own_layers(checkpoint: Path,
         found.append(context.memory(recipe.begin(context)).activations)
     logits = 4 * 6 * min(recipe.tokens_per_batch * engine.model.config.vocab_size, LOGITS_AT_ONCE)
     assert found[1] - logits > 2 * (found[0] - logits)
+
+
+def test_the_memory_beside_a_model_whose_layers_differ_is_told(checkpoint: Path, tmp_path: Path) -> None:
+    engine = vivace.load(checkpoint, kernels="torch")
+    engine.model.config = replace(engine.model.config, windows=(8, None, 8, None), rope_of_layer=(0,) * 4)
+    context = TrainContext.of(RECIPE, engine, WORDS, tmp_path / "out", Lines(lambda _: None))
+    assert context.memory(RECIPE.begin(context)).activations > 0
+
+
+def test_streams_take_the_memory_of_the_positions_that_are_held(checkpoint: Path, tmp_path: Path) -> None:
+    """Not that of whole batches; the main pass of a shared model has gradients, and takes it."""
+    engine = vivace.load(checkpoint, kernels="torch")
+    of = {"streams": 2, "insertion_layer": 2, "rank": 0, "bottleneck": 0}
+
+    def activations(kind: str, tokens: int, rows: int, longest: int = 64) -> int:
+        values = {"loop": {"steps": 2, "warmup_steps": 1}, "held_back": 8, "plan": {"widths": [1]}, "kind": kind}
+        recipe = recipe_of(
+            {**values, "tokens_per_batch": tokens, "longest": longest, "adapter": of, "loss": {"rows": rows}}
+        )
+        assert isinstance(recipe, FrozenRecipe)
+        context = TrainContext.of(recipe, engine, WORDS, tmp_path / "memory", Lines(lambda _: None))
+        logits = 4 * 6 * min(tokens * engine.model.config.vocab_size, LOGITS_AT_ONCE)
+        return context.memory(recipe.begin(context)).activations - logits
+
+    held = activations("multistream", 4096, 64)
+    assert activations("multistream", 8192, 64) == held
+    assert activations("multistream", 32, 64) * 2 == held
+    assert activations("multistream", 4096, 128) == 2 * held
+    assert held < activations("multistream", 4096, 64, 128) < 2 * held
+    assert activations("shared", 8192, 64) - held == 2 * (activations("shared", 4096, 64) - held)

@@ -206,6 +206,10 @@ class Trainable(ABC):
     def finish(self) -> TrainedAdapter:
         """Return the trained weights; called once, after the loop, when the best weights have been restored."""
 
+    def branch_bytes(self) -> int:
+        """Return the bytes that are kept for the backward pass beside those of ``depth`` layers of whole batches."""
+        return 0
+
     def save(self, out: Path, base: str) -> SavedTraining:
         """Write the trained weights as an adapter of the frozen decoder; subclasses may write something else.
 
@@ -347,12 +351,14 @@ class TrainContext:
         assert trainable.objective is not None
         optimiser = Optimiser(trainable.objective.groups(), self.recipe.optimiser)
         weights = [*model.parameters(), *optimiser.params]
-        part = replace(trainable.learner.config, num_layers=trainable.depth)
+        learner = trainable.learner.config  # lists by layer have as many entries as it has layers
+        part = replace(learner, num_layers=trainable.depth, rope_of_layer=(), windows=(), moe_layers=())
         need = estimate_memory(part, weights, optimiser.params, optimiser.num_bytes(), self.recipe.tokens_per_batch)
         if self.engine.storage is not None:  # weights that are streamed from files are no parameters
             plan = self.engine.storage.plan
             need = replace(need, weights=need.weights + plan.buffer_bytes + plan.pool_bytes)
         return need
+        need = replace(need, activations=need.activations + trainable.branch_bytes())
 
     def require_memory(self, trainable: Trainable) -> None:
         """Report the memory that a training needs.

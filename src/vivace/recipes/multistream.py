@@ -13,6 +13,8 @@ from vivace.methods.multistream.config import MultistreamConfig, StreamPlan
 from vivace.methods.multistream.objective import MultistreamLoss, MultistreamObjective
 from vivace.methods.multistream.streams import Streams
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
+from vivace.train.distillation import rows_at_once
+from vivace.train.memory import kept_per_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +68,17 @@ class StreamTraining(Trainable):
         self.plan = plan
         self.objective = objective
         self.streams = objective.streams
-        config = self.streams.config
-        self.depth = (context.engine.model.config.num_layers - config.insertion_layer) * config.streams
+        self.depth = 0  # gradients pass through streams alone
+        num_logits = context.engine.model.config.vocab_size if objective.head is None else objective.head.num_rows
+        self._positions = min(context.recipe.tokens_per_batch, rows_at_once(objective.loss.rows, num_logits))
+
+    def branch_bytes(self) -> int:
+        """Return the bytes of the streams of as many positions as are in memory at once, and of what they attend to."""
+        recipe, model, config = self.context.recipe, self.context.engine.model, self.streams.config
+        rows, upper = self._positions * config.streams, model.config.num_layers - config.insertion_layer
+        longest = min(recipe.longest, model.config.max_positions)
+        scores = rows * model.config.num_heads * longest * (4 + model.dtype.itemsize)
+        return upper * (rows * kept_per_token(model.config) * max(4, model.dtype.itemsize) + scores)
 
     def finish(self) -> TrainedAdapter:
         """Return the trained weights with the recipe's plan, and the pruner's threshold in the note if there is one."""

@@ -59,7 +59,7 @@ def estimate_memory(
         recompute: whether each layer keeps only its input and computes the rest again in the backward pass.
     """
     width = max((p.element_size() for p in weights), default=4)
-    of_layer = _kept_per_token(config)  # with ``recompute`` one layer at a time keeps it, beside the inputs of all
+    of_layer = kept_per_token(config)  # with ``recompute`` one layer at a time keeps it, beside the inputs of all
     kept = config.num_layers * config.width + of_layer if recompute else config.num_layers * of_layer
     activations = tokens_per_batch * width * kept
     return MemoryEstimate(
@@ -89,7 +89,7 @@ def require_memory(estimate: MemoryEstimate, device: torch.device) -> None:
         )
 
 
-def _kept_per_token(config: ModelConfig) -> int:
+def kept_per_token(config: ModelConfig) -> int:
     """Return how many numbers a layer keeps of a token: norms, projections, rotation, attention, gate, residuals."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     return 8 * config.width + 3 * heads + 5 * config.ffn_width * (2 if config.gated else 1)
