@@ -61,6 +61,13 @@ class WholeRecipe(ABC):
         """
 
     def finish(  # noqa: B027 - most recipes leave nothing but the checkpoint
+    def _require_no_terms(self, kind: str) -> None:
+        """Refuse terms of the loss that only a ``DecoderRecipe`` itself adds."""
+        decoder = self.decoder_recipe()
+        for name in ("balance", "sparsity"):
+            if getattr(decoder, name):
+                raise ConfigError(f"decoder.{name} is for kind: decoder alone; leave it out for {kind}")
+
         self, objective: NextToken, out: Path, prompts: Sequence[Prompt], report: Report
     ) -> None:
         """Write whatever belongs beside the finished checkpoint, such as an adapter.

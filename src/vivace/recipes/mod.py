@@ -43,6 +43,9 @@ class ModRecipe(WholeRecipe):
         if len(self.decoder.stages) != 1:
             raise ConfigError(f"mod trains in one stage, found {len(self.decoder.stages)}")
 
+        self._require_no_terms(self.kind)
+        if self.decoder.recompute:
+            raise ConfigError("mod keeps what its routed layers compute; leave out decoder.recompute")
     def decoder_recipe(self) -> DecoderRecipe:
         """Return how the decoder is fine-tuned."""
         return self.decoder

@@ -27,6 +27,9 @@ class SupervisedRecipe(WholeRecipe):
     schedule: SkipPlan = field(default_factory=SkipPlan)
     """Number of layers by position, of ``skipdecode``."""
 
+    def __post_init__(self) -> None:
+        self._require_no_terms(self.kind)
+
     def decoder_recipe(self) -> DecoderRecipe:
         """Return how the decoder is fine-tuned."""
         return self.decoder
@@ -38,5 +41,5 @@ class SupervisedRecipe(WholeRecipe):
             ConfigError: an exit layer or the schedule does not fit the model.
         """
         if self.kind == "skipdecode":
-            return SkipObjective(model, self.schedule)
-        return SupervisedObjective(model, self.supervision)
+            return SkipObjective(model, self.schedule, recompute=self.decoder.recompute)
+        return SupervisedObjective(model, self.supervision, recompute=self.decoder.recompute)

@@ -89,7 +89,14 @@ class NextToken(DecoderObjective):
         if not self.recompute or not torch.is_grad_enabled():
             return model.run(h, step)
         for index in range(model.config.num_layers):
-            h = checkpoint(model.run, h, step, index, index + 1, use_reentrant=False)
+            h = self._layer(model, h, step, index)
+        return h
+
+    def _layer(self, model: Decoder, h: Tensor, step: Step, index: int) -> Tensor:
+        """Run one layer, of which only the input is kept where the rest is computed again."""
+        if not self.recompute or not torch.is_grad_enabled():
+            return model.run(h, step, index, index + 1)
+        h = checkpoint(model.run, h, step, index, index + 1, use_reentrant=False)
         return h
 
 

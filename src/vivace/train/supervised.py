@@ -42,13 +42,13 @@ class Supervision:
 class SupervisedObjective(NextToken):
     """``NextToken`` with the same loss at some intermediate layers as well."""
 
-    def __init__(self, model: Decoder, supervision: Supervision, *, rows: int = 1024) -> None:
+    def __init__(self, model: Decoder, supervision: Supervision, *, rows: int = 1024, recompute: bool = False) -> None:
         """Set what is trained; the arguments are those of ``NextToken`` and the exits.
 
         Raises:
             ConfigError: an exit does not lie between two layers of the model.
         """
-        super().__init__(model, rows=rows)
+        super().__init__(model, rows=rows, recompute=recompute)
         count = model.config.num_layers
         if any(not 0 < layer < count for layer in supervision.layers):
             raise ConfigError(f"layers {list(supervision.layers)} must lie inside a model of {count}")
@@ -79,7 +79,7 @@ class SupervisedObjective(NextToken):
         for layer in range(count):
             chance = drops * (2 ** (layer / max(1, count - 1)) - 1)
             if not chance or float(torch.rand(())) >= chance:
-                h = model.run(h, step, layer, layer + 1)
+                h = self._layer(model, h, step, layer)
             if layer + 1 in exits or layer + 1 == count:
                 found[layer + 1] = h
         return found

@@ -16,6 +16,7 @@ from tests.decode.tiny_decoders import prompts
 from tests.methods.dynamic.gated import text_batch
 from tests.methods.rivals.conftest import noisy
 from tests.methods.rivals.test_training import WORDS, batch, checkpoint  # noqa: F401
+from tests.objectives.case import BATCH, trained
 from vivace.core.step import Step
 from vivace.decode.depth import ExitThresholds
 from vivace.decode.request import Request
@@ -33,6 +34,7 @@ from vivace.methods.confidence.drafter import (
 from vivace.methods.skipdecode.drafter import SkipDecode, SkipObjective, SkipPlan
 from vivace.recipes.confidence import ConfidenceRecipe
 from vivace.recipes.decoder import DecoderRecipe, Stage
+from vivace.recipes.kinds import recipe_of
 from vivace.recipes.trainer import train_beside
 from vivace.recipes.whole import SupervisedRecipe
 from vivace.recipes.whole_trainer import train_whole
@@ -40,7 +42,7 @@ from vivace.train.config import LoopConfig
 from vivace.train.data import Row, collate
 from vivace.train.optim import OptimiserConfig
 from vivace.train.report import Lines
-from vivace.train.supervised import Supervision
+from vivace.train.supervised import SupervisedObjective, Supervision
 
 COUNT, LAYERS = 12, 6
 MEASURES = ["softmax", "cosine", "learned", "probability"]
@@ -182,6 +184,47 @@ def test_thresholds_are_found_and_kept(checkpoint: Path, tmp_path: Path) -> None
         assert len(stats.exit_layers) == stats.num_tokens
         with pytest.raises(ConfigError, match=r"thresholds of this adapter are for 0\.9, 0\.95, 0\.98, 0\.99"):
             engine.generate("aka", method="calm", quality=0.5)
+
+
+@pytest.mark.parametrize("kind", ["layerskip", "supervised", "skipdecode", "mod"])
+def test_terms_of_the_loss_that_are_not_added_are_refused(kind: str) -> None:
+    values = {"kind": "decoder", "stages": [{"loop": {"steps": 4, "warmup_steps": 1}}]}
+    for name in ("balance", "sparsity"):
+        with pytest.raises(ConfigError, match=rf"decoder\.{name} is for kind: decoder alone; leave it out for {kind}"):
+            recipe_of({"kind": kind, "decoder": {**values, name: 0.1}})
+    recomputing = {"kind": kind, "decoder": {**values, "recompute": True}}
+    if kind == "mod":
+        with pytest.raises(ConfigError, match=r"leave out decoder\.recompute"):
+            recipe_of(recomputing)
+    else:
+        recipe = recipe_of({**recomputing, "schedule": {"most": 4, "fewest": 2}})
+        assert isinstance(recipe, SupervisedRecipe)
+        assert recipe.objective(trained()).recompute
+
+
+@pytest.mark.parametrize("kind", ["supervised", "skipdecode"])
+def test_layers_that_are_computed_again_have_the_same_gradients(kind: str) -> None:
+    found = []
+    for recompute in (False, True):
+        model = trained()
+        objective = (
+            SkipObjective(model, SkipPlan(4, 2, 3), recompute=recompute)
+            if kind == "skipdecode"
+            else SupervisedObjective(model, Supervision((1, 3)), recompute=recompute)
+        )
+        kept = 0
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            for loss, _ in objective.losses(model, BATCH):
+                loss.backward()  # type: ignore[no-untyped-call]
+        found.append([kept, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(found[0][1:], found[1][1:])
+    assert found[1][0] < found[0][0]
 
 
 @pytest.mark.parametrize("kind", ["layerskip", "supervised", "skipdecode"])

@@ -103,13 +103,13 @@ def _spread(num_layers: int) -> tuple[int, int]:
 class SkipObjective(NextToken):
     """``NextToken`` in which each row passes only the layers of its schedule."""
 
-    def __init__(self, model: Decoder, plan: SkipPlan, *, rows: int = 1024) -> None:
+    def __init__(self, model: Decoder, plan: SkipPlan, *, rows: int = 1024, recompute: bool = False) -> None:
         """Create the objective.
 
         Raises:
             ConfigError: the schedule is for a deeper model.
         """
-        super().__init__(model, rows=rows)
+        super().__init__(model, rows=rows, recompute=recompute)
         plan.check_fits(model.config.num_layers)
         self.plan = plan
         self._first = torch.zeros(0, dtype=torch.int64)
@@ -126,6 +126,6 @@ class SkipObjective(NextToken):
     def _trunk(self, model: Decoder, h: Tensor, step: Step) -> Tensor:
         for layer in range(model.config.num_layers):
             passes = (self._first <= layer) | (layer < self.plan.warmup)
-            above = model.run(h, step, layer, layer + 1)
+            above = self._layer(model, h, step, layer)
             h = above if bool(passes.all()) else torch.where(passes[:, None], above, h)
         return h
