@@ -19,6 +19,9 @@ from vivace.methods.skipdecode.drafter import SkipObjective, SkipPlan
 from vivace.train.next_token import BalancedNextToken, NextToken, SparseNextToken
 from vivace.train.supervised import SupervisedObjective, Supervision
 
+ENDS = [1 + max(scored.nonzero()[:, 0].tolist()) for scored in BATCH.scored]
+"""Where the texts end: at their last scored token, behind which is padding."""
+
 
 def next_token(model: Decoder, tops: Callable[[Tensor, int], Tensor]) -> float:
     """The mean cross-entropy of next tokens, given the residuals at the top of a text."""
@@ -98,16 +101,17 @@ def depths() -> Case:
 
 
 def balanced() -> Case:
-    """Experts equally busy: X times the sum of f_e P_e, the mean over layers."""
+    """Experts equally busy: X times the sum of f_e P_e, the mean over layers. Padding is not counted."""
     model = trained(moe=MoeConfig(num_experts=5, top_k=2, expert_width=16, normalise=True))
 
     def uneven(layer: int) -> float:
         busy, sure = [0] * 5, [0.0] * 5
         for text in range(3):
             slow, step = residuals_of(model, BATCH.tokens[text])
-            for logits in model.layers[layer].route(model.layers[layer].attend(slow[layer], step)):  # type: ignore[operator]
+            rows = model.layers[layer].route(model.layers[layer].attend(slow[layer], step))  # type: ignore[operator]
+            for logits in rows[: ENDS[text]]:
                 for expert, each in enumerate(log_probs(logits)):
-                    sure[expert] += math.exp(each) / (3 * LENGTH)
+                    sure[expert] += math.exp(each) / sum(ENDS)
                     busy[expert] += expert in logits.topk(2).indices
         return 5 * sum(count / sum(busy) * chance for count, chance in zip(busy, sure, strict=True))
 
@@ -124,13 +128,14 @@ def sparse() -> Case:
     def hoyer(layer: int, text: int) -> float:
         slow, step = residuals_of(model, BATCH.tokens[text])
         module, total = model.layers[layer], 0.0
-        for row in module.feed_forward.up(module.ffn_norm(module.attend(slow[layer], step))):  # type: ignore[operator, union-attr]
+        inner = module.feed_forward.up(module.ffn_norm(module.attend(slow[layer], step)))  # type: ignore[operator, union-attr]
+        for row in inner[: ENDS[text]]:
             active = [max(0.0, a) for a in row.tolist()[:64]]
             total += sum(active) ** 2 / (64 * sum(a * a for a in active))
-        return total / LENGTH
+        return total / sum(ENDS)
 
     def oracle() -> float:
         shares = [hoyer(layer, text) for layer in range(LAYERS) for text in range(3)]
-        return next_token(model, top_of(model)) + 0.6 * sum(shares) / len(shares)
+        return next_token(model, top_of(model)) + 0.6 * sum(shares) / LAYERS
 
     return Case(model, SparseNextToken(model, weight=0.6, rows=5), oracle, {"hoyer": 0.6})

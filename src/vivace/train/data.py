@@ -72,6 +72,11 @@ class TokenBatch:
         """The tokens that follow the rows of ``predicting``, (n,)."""
         return self.tokens.reshape(-1)[self.predicting + 1]
 
+    @property
+    def before_padding(self) -> Tensor:
+        """Packed rows up to the last scored token of each text, (n,)."""
+        return self.scored.flip(1).int().cummax(1).values.flip(1).reshape(-1).nonzero()[:, 0]
+
 
 def sample_of(batches: Sequence[TokenBatch], tokens: int) -> list[TokenBatch]:
     """Return as many batches as have so many tokens, or all; they are sorted by length, so those taken are any."""

@@ -110,14 +110,19 @@ class NextTokenBeside(NextToken):
         """Set what is trained; ``weight`` is the factor on the term, the other arguments are those of ``NextToken``."""
         super().__init__(model, rows=rows)
         self.weight = weight
+        self._read = torch.zeros(0, dtype=torch.int64)
+        """Rows of a batch that the term is of: those before padding."""
         self._terms: list[Tensor] = []
 
     def term(self, layer: Layer, u: Tensor) -> Tensor | None:
-        """Return a layer's term, (), given its residual after attention ``u`` (T, E); None where the layer has none."""
+        """Return a layer's term, (), given the residuals after attention ``u`` (n, E) of the rows before padding; None
+        where the layer has none.
+        """
         raise NotImplementedError
 
     def losses(self, model: Decoder, batch: TokenBatch) -> LossParts:
         """Yield the parts of ``NextToken``, with the term added to the last, which trains the layers."""
+        self._read = batch.before_padding
         for loss, seen in super().losses(model, batch):
             if seen:
                 yield loss, seen
@@ -130,7 +135,7 @@ class NextTokenBeside(NextToken):
         for layer in model.layers:
             assert isinstance(layer, Layer)
             u = layer.attend(h, step)
-            if (term := self.term(layer, u)) is not None:
+            if (term := self.term(layer, u[self._read])) is not None:
                 self._terms.append(term)
             h = layer.feed(u, step)
         return h
