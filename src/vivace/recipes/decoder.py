@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,7 +61,6 @@ class WholeRecipe(ABC):
             ConfigError: the recipe does not fit the decoder.
         """
 
-    def finish(  # noqa: B027 - most recipes leave nothing but the checkpoint
     def _require_no_terms(self, kind: str) -> None:
         """Refuse terms of the loss that only a ``DecoderRecipe`` itself adds."""
         decoder = self.decoder_recipe()
@@ -68,6 +68,7 @@ class WholeRecipe(ABC):
             if getattr(decoder, name):
                 raise ConfigError(f"decoder.{name} is for kind: decoder alone; leave it out for {kind}")
 
+    def finish(  # noqa: B027 - most recipes leave nothing but the checkpoint
         self, objective: NextToken, out: Path, prompts: Sequence[Prompt], report: Report
     ) -> None:
         """Write whatever belongs beside the finished checkpoint, such as an adapter.
@@ -107,18 +108,22 @@ class DecoderRecipe(WholeRecipe):
     def __post_init__(self) -> None:
         if not self.stages:
             raise ConfigError("a decoder recipe needs at least one stage")
-        if self.held_back < 1 or self.longest < 8 or self.exercises < 0:
+        if min(self.held_back, self.longest - 7, self.tokens_per_batch - 7) < 1:
             raise ConfigError(
-                f"held_back must be >= 1, longest >= 8 and exercises >= 0, found {self.held_back}, {self.longest} and "
-                f"{self.exercises}"
+                f"held_back must be >= 1, longest >= 8 and tokens_per_batch >= 8, found {self.held_back}, "
+                f"{self.longest} and {self.tokens_per_batch}"
             )
-        if self.balance < 0 or (self.balance and (self.shape is not None or self.recompute)):
+        if not 0 <= self.exercises < math.inf:
+            raise ConfigError(f"exercises must be finite and at least 0, found {self.exercises}")
+        if not 0 <= self.balance < math.inf or (self.balance and (self.shape is not None or self.recompute)):
             raise ConfigError(
-                f"balance is for mixtures that are fine-tuned without recompute and at least 0, found {self.balance}"
+                "balance is for mixtures that are fine-tuned without recompute, at least 0 and finite, found "
+                f"{self.balance}"
             )
-        if self.sparsity < 0 or (self.sparsity and (self.recompute or self.balance)):
+        if not 0 <= self.sparsity < math.inf or (self.sparsity and (self.recompute or self.balance)):
             raise ConfigError(
-                f"sparsity is at least 0 and goes without recompute and without balance, found {self.sparsity}"
+                "sparsity is at least 0 and finite, and goes without recompute and without balance, found "
+                f"{self.sparsity}"
             )
         if self.shape is None:
             if any(stage.depth is not None or stage.places for stage in self.stages):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -89,9 +90,12 @@ class FrozenRecipe(ABC):
                 f"held_back must be >= 1, regenerate >= 0 and longest >= 8, found {self.held_back}, "
                 f"{self.regenerate} and {self.longest}"
             )
-        if self.own_tokens < 0 or (self.own_minutes is not None and self.own_minutes <= 0):
+        if self.tokens_per_batch < 8:
+            raise ConfigError(f"tokens_per_batch must be at least 8, found {self.tokens_per_batch}")
+        if self.own_tokens < 0 or (self.own_minutes is not None and not 0 < self.own_minutes < math.inf):
             raise ConfigError(
-                f"own_tokens must be >= 0 and own_minutes above 0, found {self.own_tokens} and {self.own_minutes}"
+                f"own_tokens must be >= 0 and own_minutes above 0 and finite, found {self.own_tokens} and "
+                f"{self.own_minutes}"
             )
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be between 0 and 2^63 - 1, found {self.seed}")
@@ -202,13 +206,13 @@ class Trainable(ABC):
         """Return the decoder whose layers gradients pass through: the base, unless subclasses train another."""
         return self.context.engine.model
 
-    @abstractmethod
-    def finish(self) -> TrainedAdapter:
-        """Return the trained weights; called once, after the loop, when the best weights have been restored."""
-
     def branch_bytes(self) -> int:
         """Return the bytes that are kept for the backward pass beside those of ``depth`` layers of whole batches."""
         return 0
+
+    @abstractmethod
+    def finish(self) -> TrainedAdapter:
+        """Return the trained weights; called once, after the loop, when the best weights have been restored."""
 
     def save(self, out: Path, base: str) -> SavedTraining:
         """Write the trained weights as an adapter of the frozen decoder; subclasses may write something else.
@@ -354,11 +358,11 @@ class TrainContext:
         learner = trainable.learner.config  # lists by layer have as many entries as it has layers
         part = replace(learner, num_layers=trainable.depth, rope_of_layer=(), windows=(), moe_layers=())
         need = estimate_memory(part, weights, optimiser.params, optimiser.num_bytes(), self.recipe.tokens_per_batch)
+        need = replace(need, activations=need.activations + trainable.branch_bytes())
         if self.engine.storage is not None:  # weights that are streamed from files are no parameters
             plan = self.engine.storage.plan
             need = replace(need, weights=need.weights + plan.buffer_bytes + plan.pool_bytes)
         return need
-        need = replace(need, activations=need.activations + trainable.branch_bytes())
 
     def require_memory(self, trainable: Trainable) -> None:
         """Report the memory that a training needs.

@@ -7,6 +7,7 @@ on held-back rows, and the threshold is set where the wanted share of allowed he
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -62,8 +63,13 @@ class GuardRecipe:
             raise ConfigError(f"action is block or flag, found {self.action!r}")
         if not 0 < self.false_refusals < 1 or not 0 < self.held_back < 1:
             raise ConfigError("false_refusals and held_back are shares between 0 and 1")
-        if not self.penalties or min(self.penalties) <= 0 or self.rows < 1 or self.longest < 1:
-            raise ConfigError("penalties, rows and longest are above 0")
+        if not self.penalties or not all(0 < penalty < math.inf for penalty in self.penalties):
+            raise ConfigError(f"penalties are above 0 and finite, and at least one, found {list(self.penalties)}")
+        if min(self.rows, self.longest, self.tokens_per_batch) < 1:
+            raise ConfigError(
+                f"rows, longest and tokens_per_batch are above 0, found {self.rows}, {self.longest} and "
+                f"{self.tokens_per_batch}"
+            )
 
 
 @dataclass(frozen=True)

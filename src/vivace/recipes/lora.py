@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,8 +42,8 @@ class LoraRecipe(FrozenRecipe):
         super().__post_init__()
         if self.rank is not None and self.rank < 1:
             raise ConfigError(f"rank must be at least 1, found {self.rank}")
-        if self.alpha is not None and self.alpha <= 0:
-            raise ConfigError(f"alpha must be above 0, found {self.alpha:g}")
+        if self.alpha is not None and not 0 < self.alpha < math.inf:
+            raise ConfigError(f"alpha must be above 0 and finite, found {self.alpha:g}")
         for target in self.targets:
             if target not in PROJECTIONS:
                 raise ConfigError(f"targets has {target!r}{nearest(target, PROJECTIONS)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,17 +36,17 @@ class ModRecipe(WholeRecipe):
     """Weight of the loss that trains routers to decide for each token alone whether it is among the chosen."""
 
     def __post_init__(self) -> None:
-        if self.anneal_steps < 0 or self.router_weight <= 0:
+        if self.anneal_steps < 0 or not 0 < self.router_weight < math.inf:
             raise ConfigError(
-                f"anneal_steps must be >= 0 and router_weight above 0, found {self.anneal_steps} and "
+                f"anneal_steps must be >= 0 and router_weight above 0 and finite, found {self.anneal_steps} and "
                 f"{self.router_weight:g}"
             )
         if len(self.decoder.stages) != 1:
             raise ConfigError(f"mod trains in one stage, found {len(self.decoder.stages)}")
-
         self._require_no_terms(self.kind)
         if self.decoder.recompute:
             raise ConfigError("mod keeps what its routed layers compute; leave out decoder.recompute")
+
     def decoder_recipe(self) -> DecoderRecipe:
         """Return how the decoder is fine-tuned."""
         return self.decoder

@@ -6,6 +6,7 @@ checkpoint that the engine reads.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -95,12 +96,14 @@ class Seq2SeqRecipe:
     def __post_init__(self) -> None:
         if not 0 <= self.smoothing < 1:
             raise ConfigError(f"smoothing is a share from 0 to below 1, found {self.smoothing}")
-        if min(self.held_back, self.longest_source, self.longest - 1) < 1 or self.exercises < 0:
+        if min(self.held_back, self.longest_source, self.longest - 1, self.tokens_per_batch - 7) < 1:
             raise ConfigError(
-                "held_back and longest_source must be >= 1, longest >= 2 and exercises >= 0, found "
-                f"{self.held_back}, {self.longest_source}, {self.longest} and {self.exercises}"
+                "held_back and longest_source must be >= 1, longest >= 2 and tokens_per_batch >= 8, found "
+                f"{self.held_back}, {self.longest_source}, {self.longest} and {self.tokens_per_batch}"
             )
+        if not 0 <= self.exercises < math.inf:
+            raise ConfigError(f"exercises must be finite and at least 0, found {self.exercises}")
         if len(self.languages) not in (0, 2):
             raise ConfigError(f"languages are two, the source's and the text's, found {list(self.languages)}")
-        if self.base_rate <= 0:
-            raise ConfigError(f"base_rate must be positive, found {self.base_rate}")
+        if not 0 < self.base_rate < math.inf:
+            raise ConfigError(f"base_rate must be positive and finite, found {self.base_rate}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,8 +40,10 @@ class LoopConfig:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
             raise ConfigError("give the budget as steps or as minutes, one of the two")
-        if (self.steps is not None and self.steps < 1) or (self.minutes is not None and self.minutes <= 0):
-            raise ConfigError(f"the budget must be positive, found {self.steps or self.minutes}")
+        if (self.steps is not None and self.steps < 1) or (
+            self.minutes is not None and not 0 < self.minutes < math.inf
+        ):
+            raise ConfigError(f"the budget must be positive and finite, found {self.steps or self.minutes}")
         if not 0 <= self.hold <= 1:
             raise ConfigError(f"hold is a share between 0 and 1, found {self.hold}")
         counts = {

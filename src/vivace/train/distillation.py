@@ -15,6 +15,7 @@ in the copies; a last part passes the collected gradient on to the layers below.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
@@ -228,8 +229,10 @@ class DistillationLoss:
     summed over parts of this size."""
 
     def __post_init__(self) -> None:
-        if min(self.distillation, self.cross_entropy) < 0:
-            raise ConfigError(f"loss weights must be >= 0, found {self.distillation} and {self.cross_entropy}")
+        if not all(0 <= weight < math.inf for weight in (self.distillation, self.cross_entropy)):
+            raise ConfigError(
+                f"loss weights must be finite and >= 0, found {self.distillation} and {self.cross_entropy}"
+            )
         if self.rows < 1:
             raise ConfigError(f"rows must be at least 1, found {self.rows}")
 
@@ -259,9 +262,10 @@ class AlignedLoss(DistillationLoss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.alignment < 0 or self.temperature <= 0:
+        if not 0 <= self.alignment < math.inf or not 0 < self.temperature < math.inf:
             raise ConfigError(
-                f"alignment must be >= 0 and the temperature > 0, found {self.alignment} and {self.temperature}"
+                f"alignment must be >= 0, the temperature > 0 and both finite, found {self.alignment} and "
+                f"{self.temperature}"
             )
 
     def of_residuals(

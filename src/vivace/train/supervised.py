@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,8 +36,10 @@ class Supervision:
     """p, the probability with which the last layer is dropped."""
 
     def __post_init__(self) -> None:
-        if self.weight < 0 or not 0 <= self.dropout < 1:
-            raise ConfigError(f"weight must be >= 0 and dropout in [0, 1), found {self.weight} and {self.dropout}")
+        if not 0 <= self.weight < math.inf or not 0 <= self.dropout < 1:
+            raise ConfigError(
+                f"weight must be finite and >= 0 and dropout in [0, 1), found {self.weight} and {self.dropout}"
+            )
 
 
 class SupervisedObjective(NextToken):

@@ -13,6 +13,7 @@ chunk, and not with (1 + streams) times the text. Only positions whose next toke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -46,7 +47,7 @@ class MultistreamLoss:
     """Number of positions whose streams are in memory at once."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.hard <= 1 or not 0 < self.decay <= 1 or self.pruner < 0 or self.rows < 1:
+        if not 0 <= self.hard <= 1 or not 0 < self.decay <= 1 or not 0 <= self.pruner < math.inf or self.rows < 1:
             raise ConfigError(
                 f"hard must be in [0, 1], decay in (0, 1], finite pruner >= 0 and rows >= 1, found {self.hard}, "
                 f"{self.decay}, {self.pruner} and {self.rows}"
@@ -123,7 +124,6 @@ class MultistreamObjective(DecoderObjective):
         known = self._known(model, tokens, entering, frozen.final) if self.streams.config.feedback else None
         return MainStream(entering, final, frozen.step, known)
 
-    def _chunk(self, head: DraftHead, batch: TokenBatch, main: MainStream, places: Places, total: int) -> LossPart:
     @torch.no_grad()
     def _known(self, model: Decoder, tokens: Tensor, entering: Tensor, final: Tensor) -> Tensor:
         """Return what feedback reads where streams are attached while decoding, (B, T, 2, E); ``final`` (B * T, E)."""
@@ -131,6 +131,7 @@ class MultistreamObjective(DecoderObjective):
             return known_in_text(model, tokens, final)
         return expected_in_text(model, self.streams, entering)
 
+    def _chunk(self, head: DraftHead, batch: TokenBatch, main: MainStream, places: Places, total: int) -> LossPart:
         """Return the loss of the streams of some positions, as their share of the batch's mean."""
         hidden = run_streams(head.model, self.streams, main.entering, main.memory, places, main.known)
         heard = Heard.of(places, hidden.shape[1], batch.scored)

@@ -12,10 +12,11 @@ graph, chunk by chunk as in the lossless mode; the last part sends the gradients
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
 from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -50,8 +51,8 @@ class SharedLoss:
     """Number of positions whose streams, or logits, are in memory at once."""
 
     def __post_init__(self) -> None:
-        if self.alpha < 0:
-            raise ConfigError(f"alpha must be >= 0, found {self.alpha}")
+        if not 0 <= self.alpha < math.inf:
+            raise ConfigError(f"alpha must be finite and >= 0, found {self.alpha}")
         self.of_streams()
 
     def of_streams(self) -> MultistreamLoss:
