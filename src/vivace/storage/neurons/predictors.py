@@ -236,7 +236,7 @@ def _checksum(tensors: Mapping[str, Tensor]) -> str:
     checksum = 0
     for name, values in sorted(tensors.items()):
         checksum = zlib.crc32(f"{name} {values.dtype} {tuple(values.shape)}".encode(), checksum)
-        checksum = zlib.crc32(values.detach().contiguous().reshape(-1).view(torch.uint8).numpy(), checksum)
+        checksum = zlib.crc32(values.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data, checksum)
     return f"{checksum:08x}"
 
 
