@@ -70,6 +70,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.opened: dict[str, Any] = {}
         self.asked: list[tuple[Any, dict[str, Any]]] = []
+        self.defaults: dict[str, Any] = {}
         self.storage = None
         self.world = None
         self.notes: list[str] = []
