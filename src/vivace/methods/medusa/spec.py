@@ -27,7 +27,14 @@ def _heads() -> Stored:
     from vivace.methods.medusa.objective import MedusaLoss, MedusaObjective
 
     return Stored(
-        MedusaConfig, TreePlan, MedusaHeads, "heads", objective=MedusaObjective, loss=MedusaLoss, deepest="heads"
+        MedusaConfig,
+        TreePlan,
+        MedusaHeads,
+        "heads",
+        objective=MedusaObjective,
+        loss=MedusaLoss,
+        trained_plan=lambda: TreePlan((1,) * 4),
+        deepest="heads",
     )
 
 
