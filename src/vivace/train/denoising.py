@@ -37,7 +37,7 @@ class DenoisingConfig:
     epochs: int = 1
     """Number of epochs with pieces; those after them have the real pairs alone."""
     words: int = 60
-    """Most words of a piece."""
+    """Most words of a piece; one that is longer than texts may be is left out, as they are."""
     hidden: float = 0.3
     """Share of the words that are hidden, nearly."""
     span: float = 3.0
