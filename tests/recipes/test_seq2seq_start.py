@@ -35,7 +35,7 @@ def test_heads_of_the_decoder_look_at_the_token_before_too() -> None:
     assert torch.equal(causal[2].argmax(-1), torch.arange(LENGTH))
 
 
-@pytest.mark.parametrize("layer", MODEL.layers)
+@pytest.mark.parametrize("layer", list(MODEL.layers))
 def test_a_token_of_the_text_looks_at_itself_in_the_source(layer: Layer) -> None:
     assert layer.cross is not None
     x = torch.nn.functional.normalize(MODEL.embedding[:50].detach(), dim=-1) * SHAPE.width**0.5
