@@ -15,7 +15,6 @@ from vivace.decode.request import Request
 from vivace.engine import Engine, Options
 from vivace.errors import UnsupportedError
 from vivace.evaluate.beam_peers import TransformersBeams
-from vivace.evaluate.peers import require_plain
 
 _SAME = (
     *("num_beams", "num_return_sequences", "length_penalty", "early_stopping", "no_repeat_ngram_size"),
@@ -63,7 +62,6 @@ class Stock:
         ]
         if wrong:
             raise UnsupportedError(f"the answers are not compared with those of transformers: {wrong[0]}")
-        require_plain(engine.folder)
         self.engine = engine
         self.options = options
         self.dtype = str(engine.model.dtype).removeprefix("torch.")
@@ -101,5 +99,4 @@ class Stock:
         settings |= {"max_new_tokens": request.max_new_tokens, "min_new_tokens": request.stop.min_new_tokens}
         if self.options.forced_bos_token_id is not None:
             settings["forced_bos_token_id"] = request.forced_first
-        (found,) = self._peer.generate([source], settings)[:1]
-        return found
+        return self._peer.generate([source], settings)[0]

@@ -53,13 +53,16 @@ def batch(
     Prompts are sorted by length while they are decoded. Answers are kept in .OUT.batch until all are there.
     """
     from vivace.batch.run import answer_file, read_prompts
-    from vivace.batch.stock import Stock
     from vivace.options import Options
 
     engine = open_engine(model, [method], load, store, reads_sources=True)
     settings = options.given(max_new_tokens=max_new_tokens, method=method, raw=raw, **vars(sampling), **beams.settings)
     chosen = Options.of(settings)
-    stock = None if compare_stock is None else Stock(engine, chosen)  # what cannot be compared is said before all else
+    stock = None
+    if compare_stock is not None:
+        from vivace.batch.stock import Stock
+
+        stock = Stock(engine, chosen)  # what cannot be compared is said before anything is answered
     with console.progress("answering") as progress:
         done = answer_file(
             engine,

@@ -9,13 +9,19 @@ from typing import Any
 import torch
 
 from vivace.evaluate.ctranslate2 import Search
+from vivace.evaluate.peers import require_plain
 
 
 class TransformersBeams:
     """``model.generate`` of transformers."""
 
     def __init__(self, folder: Path, dtype: str, reads_sources: bool, ends: Sequence[int]) -> None:
-        """Load a checkpoint in a dtype; ``reads_sources`` says that it has an encoder, ``ends`` its end tokens."""
+        """Load a checkpoint in a dtype; ``reads_sources`` says that it has an encoder, ``ends`` its end tokens.
+
+        Raises:
+            UnsupportedError: its weights are in a GGUF file, or quantized by another program.
+        """
+        require_plain(folder)
         import transformers
 
         kind = transformers.AutoModelForSeq2SeqLM if reads_sources else transformers.AutoModelForCausalLM
