@@ -211,9 +211,7 @@ def _language_settings(tokenizer: Tokenizer, languages: Sequence[str]) -> tuple[
     return spoken, {"forced_bos_token_id": int(marks[0])} if begins else {}
 
 
-def _save(
-    model: Decoder, source: Path, out: Path, languages: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {})
-) -> None:
+def _save(model: Decoder, source: Path, out: Path, languages: tuple[Mapping[str, Any], Mapping[str, Any]]) -> None:
     """Write weights, configuration and tokenizer, either all of them or nothing.
 
     Args:
