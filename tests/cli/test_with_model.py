@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.adapters.loras import make_lora
 from tests.cli.conftest import Outcome
 from tests.every_method import make_model
 from tests.tiny_checkpoints import make_checkpoint
@@ -251,3 +252,10 @@ def test_generate_says_how_the_prompt_was_read(cli: Cli, folder: Path) -> None:
     said = cli(*words, "--prefill", "lazy", "--keep", "1:0.5", "--min-prompt", 2).err
     assert "prefill lazy (lossy): of" in said
     assert "from layer 1 on" in said
+
+
+def test_widening_says_where_loras_lie(cli: Cli, folder: Path, tmp_path: Path) -> None:
+    make_lora(tmp_path / "sql", folder)
+    words = ("widen", tmp_path / "wide", "--model", folder, "--factor", 2, "--adapter", tmp_path / "sql", "--json")
+    assert cli(*words).json["loras"] == [str(tmp_path / "wide" / "loras" / "sql")]
+    assert (tmp_path / "wide" / "loras" / "sql" / "adapter_config.json").is_file()

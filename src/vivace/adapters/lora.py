@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vivace.checkpoint.families import family_of
 from vivace.checkpoint.files import RECOVERY
 from vivace.checkpoint.load import read_config
-from vivace.checkpoint.lora_config import CONFIG
+from vivace.checkpoint.lora_config import CONFIG, DRAFTING
 from vivace.checkpoint.peft import TENSORS, ModuleTable, base_of, load_lora
 from vivace.core.layers import FeedForward, Linear
 from vivace.core.low_rank import FixedFactors, Site
@@ -35,10 +35,6 @@ def recovery_of(base: Path) -> Path | None:
             f"elsewhere and name it (--adapter {RECOVERY}=DIR --use {RECOVERY})"
         )
     return folder
-
-
-DRAFTING = "drafting"
-"""Folder of draft weights inside that of a LoRA, one for each method."""
 
 
 def table_of(base: Path, model: Decoder) -> ModuleTable:

@@ -18,6 +18,8 @@ from vivace.checkpoint.files import read_json
 from vivace.errors import ConfigError, CorruptError, NotFoundError, UnsupportedError
 
 CONFIG = "adapter_config.json"
+DRAFTING = "drafting"
+"""Folder of draft weights inside that of a LoRA, one for each method."""
 _ALL_LINEAR = "all-linear"
 
 

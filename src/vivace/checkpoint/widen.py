@@ -9,7 +9,7 @@ k^2 times as many bytes of weights. It serves measurements only, and results tha
     y = W x  ->  y' = (y, ..., y)       W' = W repeated in rows and columns, divided by k
     heads, feed-forward units           repeated, with their outputs' columns divided by k
     routers of mixtures                 repeated in columns, divided by k: as many experts, each of them wider
-    low-rank terms of adapters          ranks are kept
+    low-rank terms of adapters, LoRAs   ranks are kept
     head                                repeated in columns, divided by k; never tied to the embedding, which is
                                         repeated without division
     layer norms                         weights and biases repeated; mean and variance are unchanged
@@ -35,8 +35,11 @@ from torch import Tensor
 from vivace.checkpoint.adapters import base_hash, load_adapter, write_adapter
 from vivace.checkpoint.draft_vocabulary import FILE as VOCABULARY
 from vivace.checkpoint.draft_vocabulary import has_vocabulary
-from vivace.checkpoint.files import INDEX, OWN_DRAFT, read_json, require_other, resolve, tensor_paths
+from vivace.checkpoint.families import family_of
+from vivace.checkpoint.files import INDEX, OWN_DRAFT, RECOVERY, read_json, require_other, resolve, tensor_paths
 from vivace.checkpoint.load import load_decoder, put, read_config
+from vivace.checkpoint.lora_config import DRAFTING, is_lora
+from vivace.checkpoint.peft import ModuleTable, load_lora, save_lora
 from vivace.checkpoint.save import staged_checkpoint, write_decoder
 from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
@@ -49,6 +52,8 @@ _WIDTHS = (
     *(f"{side}_{what}" for side in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")),
 )
 """Keys of ``config.json`` that are multiplied by k."""
+LORAS = "loras"
+"""Folder of the wide copies of LoRAs, in that of the twin."""
 
 
 class AdapterTwin(NamedTuple):
@@ -61,9 +66,17 @@ class AdapterTwin(NamedTuple):
 
 
 def widen_checkpoint(
-    source: str | Path, out: str | Path, factor: int, twins: Mapping[str, AdapterTwin], *, ignored: Sequence[str] = ()
+    source: str | Path,
+    out: str | Path,
+    factor: int,
+    twins: Mapping[str, AdapterTwin],
+    *,
+    loras: Mapping[str, Path] | None = None,
+    ignored: Sequence[str] = (),
 ) -> Path:
-    """Write a copy of a checkpoint and its adapters whose widths are ``factor`` times as large.
+    """Write a copy of a checkpoint and its adapters, whose widths are ``factor`` times as large.
+
+    A recovery adapter is one of these adapters.
 
     Args:
         source: directory or Hub id of a model with rotary positions and RMS norms before attention and feed-forward, or
@@ -71,17 +84,24 @@ def widen_checkpoint(
         out: directory to write.
         factor: k; with a power of two (behind an encoder: of four) every rescaled weight is exact.
         twins: how to widen adapters, by the kind in their ``config.json``.
+        loras: LoRAs of the model, widened into ``out/loras/NAME`` with the draft weights that were trained over them.
         ignored: unknown keys of config.json that are read as if they were not there, and not written.
 
     Raises:
-        ConfigError: the factor is less than 2, or ``out`` is the source.
-        UnsupportedError: the model has other parts.
+        ConfigError: the factor is less than 2, ``out`` is the source, or a folder has no LoRA or no plain name.
+        UnsupportedError: the model or a LoRA has other parts.
+        MismatchError: a LoRA is of another model.
         CheckpointError: the disk is full; ``out`` is left as it was.
     """
     folder = resolve(source)
     if factor < 2:
         raise ConfigError(f"the factor must be at least 2, found {factor}")
     require_other(out, folder, "another folder for its twin")
+    for name, place in (loras or {}).items():
+        if not is_lora(place):
+            raise ConfigError(f"{place} is no LoRA; draft weights in the model's folder are widened with it")
+        if Path(name).name != name:
+            raise ConfigError(f"a LoRA's name is that of its folder in the twin, found {name!r}")
     narrow = load_decoder(folder, device="cpu", ignored=ignored, reads_sources=True)
     wide = widen(narrow, factor)
     raw = read_config(folder, ignored)
@@ -92,10 +112,22 @@ def widen_checkpoint(
     with staged_checkpoint(target) as place:
         write_decoder(wide, place, {**raw, **scaled})
         _copy_extras(folder, place)
-        adapters = [path.parent for path in _adapters(folder) if _has_twin(read_json(path), twins)]
-        base = base_hash(place) if adapters else ""  # reads all weights, so once
+        adapters = _with_twin(folder / "adapters", twins)
+        worn = {place / LORAS / name: lora for name, lora in (loras or {}).items()}
+        if is_lora(recovery := folder / "adapters" / RECOVERY):
+            worn[place / "adapters" / RECOVERY] = recovery
+        base = base_hash(place) if adapters or worn else ""  # reads all weights, so once
         for adapter in adapters:
             _widen_adapter(adapter, place / "adapters" / adapter.name, base, narrow.config, factor, twins)
+        names = family_of(raw).names
+        tables = ModuleTable(names, narrow.config), ModuleTable(names, wide.config)
+        for own, lora in worn.items():
+            read = load_lora(lora, tables[0], base_hash(folder))
+            save_lora(
+                own, {site: _widen_factors(*pair, factor) for site, pair in read.factors.items()}, tables[1], base=base
+            )
+            for drafts in _with_twin(lora / DRAFTING, twins):
+                _widen_adapter(drafts, own / DRAFTING / drafts.name, base, narrow.config, factor, twins)
     return target
 
 
@@ -223,19 +255,41 @@ def _copy_extras(source: Path, target: Path) -> None:
         shutil.copytree(source / OWN_DRAFT, target / OWN_DRAFT)
 
 
-def without_twin(source: str | Path, twins: Mapping[str, AdapterTwin]) -> tuple[str, ...]:
-    """Return the names of a checkpoint's adapters that cannot be widened; the wide copy does not have them."""
-    return tuple(path.parent.name for path in _adapters(resolve(source)) if not _has_twin(read_json(path), twins))
+def without_twin(
+    source: str | Path, twins: Mapping[str, AdapterTwin], loras: Mapping[str, Path] | None = None
+) -> tuple[str, ...]:
+    """Return the names of adapters that cannot be widened, of a checkpoint and over its LoRAs (``NAME/drafting/...``);
+    the wide copy does not have them.
+    """
+    places = {"": resolve(source) / "adapters"} | {
+        f"{name}/{DRAFTING}/": lora / DRAFTING for name, lora in (loras or {}).items()
+    }
+    return tuple(
+        prefix + path.name
+        for prefix, place in places.items()
+        for path in _adapters(place)
+        if path not in _with_twin(place, twins)
+    )
 
 
-def _has_twin(found: dict[str, Any], twins: Mapping[str, AdapterTwin]) -> bool:
-    """Return whether the adapter with this ``config.json`` can be widened."""
-    return found["kind"] in twins and twins[found["kind"]].is_known(found["config"])
+def _with_twin(place: Path, twins: Mapping[str, AdapterTwin]) -> list[Path]:
+    """Return the adapters in a folder that can be widened."""
+    written = {path: read_json(path / "config.json") for path in _adapters(place)}
+    return [
+        path
+        for path, found in written.items()
+        if found["kind"] in twins and twins[found["kind"]].is_known(found["config"])
+    ]
 
 
-def _adapters(folder: Path) -> list[Path]:
-    """Return the paths of the ``config.json`` of each adapter of a checkpoint."""
-    return sorted((folder / "adapters").glob("*/config.json"))
+def _adapters(place: Path) -> list[Path]:
+    """Return the folders of adapters in a folder."""
+    return sorted(path.parent for path in place.glob("*/config.json"))
+
+
+def _widen_factors(down: Tensor, up: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Widen the factors of a LoRA at one site, down (R, in) and up (out, R); the rank is kept."""
+    return down.repeat(1, k) / k, up.repeat(k, 1)
 
 
 def _widen_adapter(
