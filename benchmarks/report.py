@@ -39,6 +39,7 @@ from benchmarks import (
     guard_table,
     hostile_tables,
     killed_training,
+    over_lora,
     palette_tables,
     parallel_tables,
     pass_tables,
@@ -202,6 +203,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         },
         techniques / "adapters.md": {
             "speed": adapter_table.tables(RESULTS / "adapters"),
+            "drafts": over_lora.tables(RESULTS / "over_lora"),
             "features": features.tables(RESULTS / "features"),
             "swaps": guard_table.swaps(RESULTS / "guard"),
         },
