@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import flash_models
+from benchmarks import captions, flash_models
 from benchmarks.result_files import NO_RUN, read_named, write_report
 from vivace.core.model import Decoder
 from vivace.decode.plain import NoDrafts
@@ -199,7 +199,7 @@ def tables(folder: Path) -> str:
         p, pairs = result["provenance"], result["setting"]["pairs"]
         parts.append(
             f"**{stem}**: {p['cpu']}, {p['num_threads']} thread(s), {pairs} pairs, one thread sums "
-            f"{result['summing_gb_per_s']:.1f} GB/s in its cache, commit {p['commit'] or 'unknown'}."
+            f"{result['summing_gb_per_s']:.1f} GB/s in its cache, {captions.tree(p)}."
         )
         parts.append(table(result))
     return "\n\n".join(parts) or NO_RUN

@@ -28,6 +28,7 @@ from benchmarks import (
     capped_expert_tables,
     captions,
     chat_tables,
+    checksums,
     expert_tables,
     family_tables,
     features,
@@ -154,6 +155,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "results": flash_tables.tables(RESULTS / "flash"),
             "thresholds": thresholds.tables(RESULTS / "thresholds"),
             "capped": capped.tables(RESULTS / "flash" / "capped" / "smollm2.json"),
+            "checksums": checksums.tables(RESULTS / "checksums"),
         },
         techniques / "experts.md": {
             "capped": capped_expert_tables.tables_of(RESULTS / "experts-capped"),

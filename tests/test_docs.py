@@ -181,6 +181,28 @@ def test_parts_written_from_results_are_current() -> None:
     assert len(pictures) == (2 if results else 0), "run python -m benchmarks.report"
 
 
+def test_every_part_is_written_by_the_script_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: set[tuple[str, Path, str]] = set()
+    wanted = {
+        "benchmarks.report": (report, lambda: report.wanted(report.read_results(report.DECODE))),
+        "tools.write_docs": (write_docs, write_docs.wanted),
+    }
+    for script, (module, write) in wanted.items():
+
+        def note(path: Path, parts: dict[str, str], script: str = script) -> str:
+            written.update((script, path, name) for name in parts)
+            return ""
+
+        monkeypatch.setattr(module, "fill_file", note)
+        write()
+    marked = {
+        (script, page, name)
+        for page in (*report.ROOT.glob("*.md"), *report.ROOT.glob("docs/**/*.md"), *report.ROOT.glob("src/**/*.md"))
+        for name, script in re.findall(r"<!-- begin ([^:]+): python -m (\S+) -->", page.read_text(encoding="utf-8"))
+    }
+    assert marked == written
+
+
 def test_every_family_is_described() -> None:
     assert set(write_docs.PECULIARITIES) == set(FAMILIES)
     both = {name.removesuffix("_1.1") for name in ENCODER_DECODERS}
