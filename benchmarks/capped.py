@@ -91,7 +91,9 @@ def llama(file: Path, limit: int, tokens: int) -> dict[str, Any]:
     drop(file)
     enter(limit)
     size = len(PROMPT) + tokens + 1
-    model = Llama(str(file), n_ctx=size, n_batch=32, n_ubatch=32, n_threads=2, use_mmap=True, verbose=False)
+    count = torch.get_num_threads()  # as many as ours computes with
+    threads = {"n_threads": count, "n_threads_batch": count}
+    model = Llama(str(file), n_ctx=size, n_batch=32, n_ubatch=32, **threads, use_mmap=True, verbose=False)
     model.eval(list(PROMPT))
     new = [likeliest()]
     before, begun = read_bytes(), time.perf_counter()
