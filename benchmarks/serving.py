@@ -101,12 +101,13 @@ def main() -> None:
             measure(server, prompts[: max(levels)], max(levels), asked.max_tokens)
         runs, texts = _rounds(servers, prompts, levels, asked, ends_at)
         told = {server.name: _get(f"{server.url}/version") for server in servers}
-    same = {name: sum(map(str.__eq__, found, texts[names[0]])) for name, found in texts.items()}
-    table = [_line(name, level, runs, same[name], len(prompts)) for level in levels for name in names]
+    same = {key: _identical(found, texts[names[0], key[1]][0]) for key, found in texts.items()}
+    table = [_line(name, level, runs, same[name, level], len(prompts)) for level in levels for name in names]
     for line in table:
-        print("{concurrency:3d} at once  {server:22s} {tokens_per_s:8.1f} tokens/s  {ours_over_it:5.2f}".format(**line))
+        told_of = "{concurrency:3d} at once  {server:22s} {tokens_per_s:8.1f} tokens/s  {ours_over_it:5.2f}  "
+        print((told_of + "{identical_answers}").format(**line))
     print(f"{names[0]} says {told[names[0]]}")
-    print(f"last column: {names[0]} in units of it; answers identical to {names[0]}'s: {same} of {len(prompts)}")
+    print(f"last columns: {names[0]} in units of it; answers that are {names[0]}'s of the first round in every round")
     made = {
         "provenance": asdict(provenance(torch.device("cpu"))),
         "settings": {key: str(value) for key, value in vars(asked).items() if key != "out"}
@@ -206,21 +207,29 @@ def measure(server: Server, prompts: Sequence[str], concurrency: int, max_tokens
 
 def _rounds(
     servers: Sequence[Server], prompts: Sequence[str], levels: Sequence[int], asked: argparse.Namespace, ends_at: float
-) -> tuple[list[Run], dict[str, list[str]]]:
-    """Measure every server at every concurrency, in turns, at least one round; return the runs and the texts."""
+) -> tuple[list[Run], dict[tuple[str, int], list[list[str]]]]:
+    """Measure every server at every concurrency, in turns, at least one round; return the runs, and the texts of all
+    rounds by server and concurrency.
+    """
     runs: list[Run] = []
-    texts: dict[str, list[str]] = {}
+    texts: dict[tuple[str, int], list[list[str]]] = {}
     for repeat in range(asked.repeats):
         began = time.monotonic()
         for concurrency in levels:
             for server in servers:
-                run, texts[server.name] = measure(server, prompts, concurrency, asked.max_tokens)
+                run, found = measure(server, prompts, concurrency, asked.max_tokens)
+                texts.setdefault((server.name, concurrency), []).append(found)
                 runs.append(Run(**{**asdict(run), "repeat": repeat}))
                 print(f"round {repeat + 1}, {concurrency} at once, {server.name}: {run.rate:.1f} tokens/s", flush=True)
         if 2 * time.monotonic() - began > ends_at:
             print(f"{repeat + 1} rounds: another would not end in time", flush=True)
             break
     return runs, texts
+
+
+def _identical(rounds: Sequence[Sequence[str]], expected: Sequence[str]) -> int:
+    """Return the number of prompts that got the expected text in every round."""
+    return sum(all(text == wanted for text in texts) for wanted, *texts in zip(expected, *rounds, strict=True))
 
 
 def _line(name: str, concurrency: int, runs: Sequence[Run], same: int, num_prompts: int) -> dict[str, Any]:
