@@ -153,17 +153,18 @@ def _warm_up(target: Target) -> None:
     target.tally.num_equal = 0
 
 
-def growth(report: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the relative growth of memory after it should have settled: of its medians, and of its largest value.
+def growth(report: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return the relative growth of memory after it should have settled: of its medians, and of its largest value; None
+    where the run was too short to tell.
 
     Medians are taken over spans half as long as ``settles_s``, and both are compared with the median of the last span
     before it. A body that is read takes tens of megabytes for a moment.
     """
     span = int(report["setting"]["settles_s"] / 2)
     spans = [report["memory_mib"][start : start + span] for start in range(0, len(report["memory_mib"]), span)]
+    if len(spans) < 3:
+        return None
     settled, later = statistics.median(spans[1]), spans[2:]
-    if not later:
-        return 0.0, 0.0
     return max(map(statistics.median, later)) / settled - 1, max(map(max, later)) / settled - 1
 
 
@@ -174,7 +175,8 @@ def bars(report: Mapping[str, Any]) -> list[Bar]:
     ended = sum(sequences[state] for state in ("finished", "failed", "cancelled"))
     server_5xx = sum(count for status, count in server["statuses"].items() if status >= "500")
     untold = {status: count for status, count in seen.items() if server["statuses"].get(status, 0) < count}
-    stayed, most = growth(report)
+    grown = growth(report)
+    memory = "the run was too short" if grown is None else "{:+.1%}, in single seconds {:+.1%}".format(*grown)
     return [
         Bar("bystanders are answered as offline", f"{report['num_equal']} equal", report["num_equal"] > 0),
         Bar("nothing that must not be", f"{report['num_wrong']} faults", report["num_wrong"] == 0),
@@ -191,7 +193,7 @@ def bars(report: Mapping[str, Any]) -> list[Bar]:
         Bar("every status seen was counted", f"not {untold}" if untold else "all", not untold),
         Bar("event loop, p99 below 100 ms", f"{lag['share_on_time']:.2%} on time", lag["share_on_time"] >= 0.99),
         Bar("/health, p99 below 100 ms", f"{1e3 * health['p99_s']:.1f} ms", health["p99_s"] < PROMISED_S),
-        Bar("memory within 5 %", f"{stayed:+.1%}, in single seconds {most:+.1%}", stayed <= MOST_GROWTH),
+        Bar("memory within 5 %", memory, grown is not None and grown[0] <= MOST_GROWTH),
     ]
 
 

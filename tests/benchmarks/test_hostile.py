@@ -69,6 +69,14 @@ def test_each_bar_is_missed_for_its_own_reason(
     assert tables(path).count("**missed**") == 1
 
 
+@pytest.mark.parametrize("seconds", [0, 1, 3, 4])
+def test_a_run_too_short_for_its_memory_misses_that_bar_and_keeps_its_report(seconds: int) -> None:
+    report = deepcopy(GOOD)
+    report["memory_mib"] = report["memory_mib"][:seconds]
+    assert missed(report) == ["memory within 5 %"]
+    assert bars(report)[-1].found == "the run was too short"
+
+
 def test_tables_are_written_from_the_file(tmp_path: Path) -> None:
     path = tmp_path / "hostile.json"
     assert tables(path) == "No result is committed yet."
