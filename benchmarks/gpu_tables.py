@@ -32,8 +32,10 @@ def tables(folder: Path) -> str:
             printed = ", read from what the run printed: its time ended before the others" * (
                 "beside_is_printed" in written
             )
+            count = max(part["num_prompts"] for part in beside)
+            prompts = "one prompt" if count == 1 else f"{count} prompts"
             parts.append(
-                f"Beside transformers {written['provenance']['packages']['transformers']}, one prompt of a category"
+                f"Beside transformers {written['provenance']['packages']['transformers']}, {prompts} of a category"
                 f"{printed}. *compiled*: a static cache, whose steps PyTorch compiles and records."
             )
             parts.append(_beside(beside))
