@@ -24,6 +24,7 @@ from typing import Any, cast
 import torch
 
 import vivace
+from benchmarks import captions
 from benchmarks.result_files import tables_of, write_report
 from tools.blocks import table
 from vivace.cli.prompting import questions_of, read_prompts
@@ -230,7 +231,7 @@ def _tables(written: Mapping[str, Any]) -> list[str]:
         columns = ("gate after layer", "some gate right", "draft", "guesses", "tokens a pass", "by bytes", "known")
         caption = (
             f"**{written['model']}, {part['prompts']}**: {part['num_prompts'] // 2} answers, gates of "
-            f"{written['layers']} layers, commit {written['provenance']['commit']}; replayed, not timed."
+            f"{written['layers']} layers, {captions.tree(written['provenance'])}; replayed, not timed."
         )
         parts += [caption, table(columns, rows)]
     return parts

@@ -87,8 +87,9 @@ def test_without_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_table(tmp_path: Path) -> None:
     texts = [{2: Guessed([True] * 8, [0.9] * 8), 6: Guessed([True] * 8, [0.9] * 8)}] * 2
     report = {"prompts": "e2e", "num_prompts": 2, "rows": gates._rows(texts, SHARES)}
-    written = {"model": "m", "layers": 24, "provenance": {"commit": "abc"}, "report": [report]}
+    written = {"model": "m", "layers": 24, "provenance": {"commit": "abc+changes"}, "report": [report]}
     (tmp_path / "one.json").write_text(json.dumps(written))
     shown = gates.tables(tmp_path)
     assert "| 2 | 1.00 |" in shown
     assert "| 2 or 6 | 1.00 |" in shown
+    assert "**from a tree with uncommitted changes** on top of commit abc; replayed" in shown
