@@ -43,6 +43,7 @@ RULES = Rules(
         Rule("words", "words", words=tuple(f"forbidden {number}" for number in range(100))),
     )
 )
+PARTS = ("overhead", "injections", "scope")
 PENALTY = 0.01
 """Weight of the squared norm of the head, fixed beforehand."""
 
@@ -187,9 +188,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4000, help="Most rows in scope to learn from.")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--parts", default="overhead,injections,scope")
+    parser.add_argument("--parts", help=f"of {', '.join(PARTS)}; left out: all, the last of them with --data")
     asked = parser.parse_args()
-    parts, found = asked.parts.split(","), dict[str, Any]()
+    parts = (PARTS if asked.data is not None else PARTS[:-1]) if asked.parts is None else asked.parts.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"--parts: {unknown[0]!r} is none of {', '.join(PARTS)}")
+    if "scope" in parts and asked.data is None:
+        parser.error("the part scope needs --data")
+    found = dict[str, Any]()
     with watched_others() as others:
         if {"overhead", "injections"} & set(parts):
             engine = vivace.load(asked.model)
@@ -197,7 +203,7 @@ def main() -> None:
                 found["overhead"] = overhead(engine, asked.tokens, asked.repeats)
             if "injections" in parts:
                 found["injections"] = injections(engine)
-        if "scope" in parts and asked.data is not None:
+        if "scope" in parts:
             found["scope"] = scope(asked.model, asked.data, asked.rows)
     found |= {"model": asked.model.name, "cpu_share_of_others": others.cpu_share}
     report = {"provenance": asdict(provenance(torch.device("cpu"))), "guard": found}

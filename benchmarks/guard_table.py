@@ -27,9 +27,9 @@ def guards(folder: Path) -> str:
         if "overhead" in found:
             parts += _overhead(found["model"], found["overhead"], machine)
         if "injections" in found:
-            parts += _attacks(found["model"], found["injections"])
+            parts += _attacks(found["model"], found["injections"], captions.machine(origin, origin["best_kernels"]))
         if "scope" in found:
-            parts += _scope(found["model"], found["scope"])
+            parts += _scope(found["model"], found["scope"], captions.machine(origin, "torch"))
     return "\n\n".join(parts) or NO_RUN
 
 
@@ -44,21 +44,22 @@ def _overhead(model: str, found: Mapping[str, Any], machine: str) -> list[str]:
     return [caption, table(("", "µs a token", "more"), rows)]
 
 
-def _attacks(model: str, found: Mapping[str, Any]) -> list[str]:
+def _attacks(model: str, found: Mapping[str, Any], machine: str) -> list[str]:
     count = found["attacks"]
     caption = (
         f"**{model}**, {count} attacks in texts to sum up: how many are obeyed. The rules block {found['blocked']} of "
-        f"{count} attacks, and {found['clean_blocked']} of {found['clean_documents']} documents without one."
+        f"{count} attacks, and {found['clean_blocked']} of {found['clean_documents']} documents without one. "
+        f"{machine}."
     )
     rows = [(what, f"{found['obeyed'][name]} of {count}") for name, what in NAMES.items()]
     return [caption, table(("the text", "obeyed"), rows)]
 
 
-def _scope(model: str, found: Mapping[str, Any]) -> list[str]:
+def _scope(model: str, found: Mapping[str, Any], machine: str) -> list[str]:
     n, best = found["rows"], found["tfidf"]["best"]
     caption = (
         f"**{model}**, CLINC150: {n['train']:,} requests in scope and {n['oos_train']} others to learn from, "
-        f"{n['val']:,} and {n['oos_val']} of the development part to measure on."
+        f"{n['val']:,} and {n['oos_val']} of the development part to measure on. {machine}."
     )
     pairs = {"head on the model's residuals": found["head"], f"TF-IDF ({best['grams']}), logistic regression": best}
     rows = [(what, f"{each['area']:.3f}", f"{each['found_at_5_percent']:.0%}") for what, each in pairs.items()]
