@@ -16,7 +16,7 @@ import hashlib
 import json
 import platform
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +46,32 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=available_backends())
     parser.add_argument("--limit", type=int, default=NUM_PROMPTS, help="prompts in all, half of each packaged set")
     arguments = parser.parse_args()
+    known = json.loads(arguments.file.read_text()) if arguments.action == "check" else {}
+    if known.get("num_prompts", arguments.limit) != arguments.limit:
+        parser.error(f"{arguments.file} is of {known['num_prompts']} prompts: give --limit {known['num_prompts']}")
     found = dict(hashes(arguments.backends, arguments.limit))
     if arguments.action == "write":
         machine = provenance(torch.device("cpu"))
-        written = {"cpu": machine.cpu, "torch": torch.__version__, "system": platform.system(), "hashes": found}
+        written = {"cpu": machine.cpu, "torch": torch.__version__, "system": platform.system()}
+        written |= {"num_prompts": arguments.limit, "hashes": found}
         arguments.file.write_text(json.dumps(written, indent=1) + "\n")
         return
-    expected = json.loads(arguments.file.read_text())["hashes"]
-    wrong = [name for name, value in found.items() if expected.get(name) != value]
-    print(f"{len(found) - len(wrong)} of {len(found)} hashes are as in {arguments.file}")
-    for name in wrong:
-        print(f"differs: {name}")
+    wrong = differences(known["hashes"], found, arguments.backends)
+    print(f"{len(found)} hashes compared with {arguments.file}: {len(wrong)} not as there")
+    for line in wrong:
+        print(line)
     raise SystemExit(bool(wrong))
+
+
+def differences(expected: Mapping[str, str], found: Mapping[str, str], backends: Sequence[str]) -> list[str]:
+    """Return a line for each combination that differs, or that only one side has; those of other backends are left
+    out.
+    """
+    lines = [
+        f"{'differs' if name in expected else 'new'}: {name}" for name in found if expected.get(name) != found[name]
+    ]
+    asked = [name for name in expected if name.partition("/")[0] in backends]
+    return lines + [f"did not run: {name}" for name in asked if name not in found]
 
 
 def available_backends() -> list[str]:
