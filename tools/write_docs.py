@@ -7,6 +7,7 @@ are read from the code, so that no page can contradict it. A test runs this with
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import inspect
@@ -99,8 +100,7 @@ def prefills_table() -> str:
 
 def method_lists() -> str:
     """Return what is read of each method of quantization."""
-    rows = "\n".join(f"| `{name}` | {what} |" for name, what in settings.READ.items())
-    return f"| `quant_method` | read |\n| --- | --- |\n{rows}"
+    return table(("`quant_method`", "read"), [(f"`{name}`", what) for name, what in settings.READ.items()])
 
 
 def gguf_lists() -> str:
@@ -361,7 +361,9 @@ def wanted() -> dict[Path, str]:
 
 def main(args: list[str]) -> int:
     """Write the files, or with ``--check`` name those that are out of date; return the exit status."""
-    check = "--check" in args
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; name the files that are out of date")
+    check = parser.parse_args(args).check
     stale = settle(wanted(), check=check)
     for path in stale:
         print(f"{path.relative_to(ROOT)} {'is out of date: python -m tools.write_docs' if check else 'written'}")
