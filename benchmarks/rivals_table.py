@@ -76,8 +76,16 @@ def tables(reports: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _group(reports: Sequence[Mapping[str, Any]]) -> str:
-    """Return caption and table of the reports of one model, processor and kernels."""
+    """Return caption and table of the reports of one model, processor and kernels.
+
+    Raises:
+        ValueError: two reports are of the same prompts, or have other limits.
+    """
     by_set = {str(report["setting"]["prompts"]): report for report in reports}
+    limits = {tuple(report["setting"][name] for name in ("max_new_tokens", "repeats")) for report in reports}
+    if len(by_set) < len(reports) or len(limits) > 1:
+        which = ", ".join(str(report["setting"]["prompts"]) for report in reports)
+        raise ValueError(f"one table of {reports[0]['setting']['model']} over prompts twice or other limits: {which}")
     found = [{row["method"]: row for row in report["runs"]} for report in reports]
     names = list(dict.fromkeys(name for rows in found for name in rows))
     s = reports[0]["setting"]

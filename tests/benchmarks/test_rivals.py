@@ -139,6 +139,14 @@ def test_another_processor_is_another_table() -> None:
     assert "| method | extra MB | training | draft | sql |" in text
 
 
+def test_reports_that_do_not_fit_one_table_are_refused() -> None:
+    longer = reported("sql")
+    longer["setting"] = {**dict[str, object](longer["setting"]), "max_new_tokens": 300}  # type: ignore[call-overload]
+    for other in (reported("e2e"), longer):
+        with pytest.raises(ValueError, match="one table of m over prompts twice or other limits: e2e, "):
+            tables([reported("e2e"), other])
+
+
 def test_captions_say_what_rows_rest_on() -> None:
     streams = played("multistream", 2.0, 20.0, plan="chain 3 from kept node", extra_bytes=3656696)
     streams["tokens_per_target_pass"] = 3.0
