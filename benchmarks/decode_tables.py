@@ -148,8 +148,15 @@ def _lead(results: Sequence[Result]) -> list[str]:
 
 
 def _speeds(results: Sequence[Result]) -> list[str]:
-    """Return caption and table of methods by models and prompts, all of one kind of machine."""
+    """Return caption and table of methods by models and prompts, all of one kind of machine.
+
+    Raises:
+        ValueError: what the caption says once of all of them is not the same for all.
+    """
     first = results[0]
+    for name, found in _said_once(results).items():
+        if len(found) > 1:
+            raise ValueError(f"one table over {name} {', '.join(map(str, sorted(found)))}: {_names(results)}")
     commits = sorted({captions.tree(result.provenance) for result in results})
     s = first.setting
     counts = ", ".join(f"{result.setting['model']} {result.prompt_set}: {_count(result)}" for result in results)
@@ -167,6 +174,18 @@ def _speeds(results: Sequence[Result]) -> list[str]:
     rows = [(f"`{name}`", _training(results, name), *(_cell(result, name) for result in results)) for name in names]
     columns = (f"{result.setting['model']}, {result.prompt_set}" for result in results)
     return [caption, table(("method", "training", *columns), rows)]
+
+
+def _said_once(results: Sequence[Result]) -> dict[str, set[Any]]:
+    """Return the values of each fact that a caption says once for all results."""
+    found: dict[str, set[Any]] = {"num_threads": {result.provenance["num_threads"] for result in results}}
+    return found | {
+        name: {result.setting[name] for result in results} for name in ("batch_size", "max_new_tokens", "dtype")
+    }
+
+
+def _names(results: Sequence[Result]) -> str:
+    return ", ".join(result.name for result in results)
 
 
 def _count(result: Result) -> str:

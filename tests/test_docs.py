@@ -337,6 +337,25 @@ def test_only_clean_commits_of_one_processor_go_into_the_readme(tmp_path: Path) 
             report.summary(report.read_results(tmp_path))
 
 
+def test_a_table_over_other_threads_or_limits_is_refused(tmp_path: Path) -> None:
+    clean = machine_of(tmp_path, commit="abc")
+    write_result(tmp_path / "a.json", provenance=clean)
+    write_result(tmp_path / "b.json", provenance=clean | {"num_threads": 4})
+    with pytest.raises(ValueError, match="one table over num_threads 2, 4: a, b"):
+        report.summary(report.read_results(tmp_path))
+    write_result(tmp_path / "b.json", provenance=clean)
+    longer: dict[str, Any] = json.loads((tmp_path / "b.json").read_text())["setting"] | {"max_new_tokens": 128}
+    write_result(tmp_path / "b.json", provenance=clean, setting=longer)
+    with pytest.raises(ValueError, match="one table over max_new_tokens 64, 128: a, b"):
+        report.summary(report.read_results(tmp_path))
+
+
+def test_a_row_that_does_not_fit_its_headings_is_an_error() -> None:
+    assert blocks.table(("a", "b"), [("1", "2|3")]).splitlines()[2] == "| 1 | 2\\|3 |"
+    with pytest.raises(ValueError, match="a row of 1 cells under 2 headings: 1"):
+        blocks.table(("a", "b"), [("1",)])
+
+
 def test_the_readmes_results_are_of_clean_commits_and_of_both_kernels() -> None:
     results = report.read_results(report.DECODE)
     measured = {(r.is_twin, r.setting["prompts"], r.setting["kernels"]) for r in results}

@@ -44,6 +44,13 @@ def settle(wanted: Mapping[Path, str], *, check: bool) -> list[Path]:
 
 
 def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Return a Markdown table; bars inside cells are escaped."""
+    """Return a Markdown table; bars inside cells are escaped.
+
+    Raises:
+        ValueError: a row has more or fewer cells than the header.
+    """
+    for row in rows:
+        if len(row) != len(header):
+            raise ValueError(f"a row of {len(row)} cells under {len(header)} headings: {' | '.join(row)[:200]}")
     lines = [header, tuple("---" for _ in header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
