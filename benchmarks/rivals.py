@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import vivace
 from benchmarks import rivals_own
@@ -31,6 +31,7 @@ from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import score
 from vivace.evaluate.step_layers import layers_of_step
 from vivace.evaluate.systems import MethodSystem
+from vivace.files import write_text
 from vivace.methods.composition import plan_of
 from vivace.methods.draft.drafter import DraftModel
 from vivace.methods.dynamic.drafter import DynamicDepth
@@ -39,6 +40,8 @@ from vivace.methods.table import METHODS
 from vivace.prompts import Prompt
 from vivace.train.resume import read_state
 from vivace.tuning import candidates_of, keep_plan, planned, search, tuned_methods
+
+Found = TypeVar("Found")
 
 ADAPTERS = ("multirate", "multistream", "dynamic", "medusa", "eagle", "deed", "uno", "calm")
 """Methods with an adapter for the base, by the name of their folder in ``--runs``."""
@@ -66,6 +69,10 @@ They are a draft model of four times the bytes, and the accelerated residual wit
 """
 PLANS = "plans.json"
 """File in ``--runs`` with the tuned drafts of methods that have no folder there, by method."""
+NEEDED: Mapping[str, tuple[str, ...]] = {"own": ("model", "answers"), "chat": ("model", "tuning", "json")}
+"""Options without which nothing is begun."""
+TRIALS = "tuning.json"
+"""File in ``--runs`` with all drafts that were tried, and their speeds."""
 FACTS = "training.json"
 """File in a folder of weights that records how long they were trained."""
 
@@ -84,7 +91,7 @@ class Named:
 
 def train(given: argparse.Namespace) -> None:
     """Train every kind at two rates; the faster is kept as ``RUNS/<kind>``, all trials in ``RUNS/tuning.json``."""
-    tried: list[dict[str, Any]] = []
+    tried = _known(given.runs / TRIALS, list[dict[str, Any]]())
     for kind in given.kinds or (*TRAINED, *VARIANTS, *WHOLE):
         speeds: dict[float, float] = {}
         for rate in given.rates or RATES.get(kind, (0.001, 0.003)):
@@ -100,12 +107,20 @@ def train(given: argparse.Namespace) -> None:
         _write(kept / FACTS, training_facts(source))
         if kind == "supervised" and run(_calibrating(kept, given)) != 0:
             raise SystemExit(f"calibrating {kept} failed")
-        _write(given.runs / "tuning.json", tried)
+        _write(given.runs / TRIALS, tried)
 
 
 def _write(path: Path, content: object) -> None:
-    """Write a value as JSON."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    """Write a value as JSON, into a folder that need not be there."""
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def _known(path: Path, nothing: Found) -> Found:
+    """Return what an earlier call has written, to which this one adds."""
+    if not path.is_file():
+        return nothing
+    found: Found = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def training_facts(folder: Path) -> dict[str, float] | None:
@@ -122,18 +137,22 @@ def training_facts(folder: Path) -> dict[str, float] | None:
 
 
 def tune(given: argparse.Namespace) -> None:
-    """Search the best draft of every method: it is kept in its folder in ``--runs``, else in ``RUNS/plans.json``."""
-    tried: list[dict[str, Any]] = []
-    found, plans = _beside(given.runs), dict[str, Any]()
+    """Search the best draft of every method: it is kept in its folder in ``--runs``, else in ``RUNS/plans.json``.
+
+    With ``--kinds`` drafts of the others stay in the file.
+    """
+    tried = _known(given.runs / TRIALS, list[dict[str, Any]]())
+    found, plans = _beside(given.runs), _known(given.runs / PLANS, dict[str, Any]()) if given.kinds else {}
     base = _loaded(given.model, found, None)
     for method in given.kinds or [name for name in tuned_methods() if name in base.methods.ready()]:
         best = _searched(base, method, method, given, tried)
         if method in found and method != "draft":
             keep_plan(base, method, best)
+            plans.pop(method, None)  # of weights that were beside the model
         else:
             plans[method] = asdict(best)
         _write(given.runs / PLANS, plans)
-        _write(given.runs / "tuning.json", tried)
+        _write(given.runs / TRIALS, tried)
     for name in () if given.kinds else _variants(given.runs):
         method = _kind_of(name)
         engine = _loaded(given.model, {method: given.runs / name}, None)
@@ -147,13 +166,14 @@ def tune(given: argparse.Namespace) -> None:
         if (given.runs / kind / "config.json").is_file() and WHOLE[kind][0] in tuned_methods():
             engine = _loaded(None, {}, given.runs / kind)
             keep_plan(engine, WHOLE[kind][0], _searched(engine, WHOLE[kind][0], kind, given, tried))
-    _write(given.runs / "tuning.json", tried)
+    _write(given.runs / TRIALS, tried)
 
 
 def _searched(engine: Engine, method: str, name: str, given: argparse.Namespace, tried: list[dict[str, Any]]) -> Plan:
     """Return the fastest draft of a method; all trials are added to ``tried`` under the given name."""
     asked = questions_of(engine, read_prompts(given.prompts, given.tune_limit), raw=False)
     trials = search(engine, method, candidates_of(engine, method), asked, max_new_tokens=64)
+    tried[:] = [row for row in tried if row["out"] != name]  # those of an earlier search
     tried += [{"out": name, "plan": t.plan.label, "prompts": t.num_prompts, **asdict(t.run)} for t in trials]
     return trials[0].plan
 
@@ -218,7 +238,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     base = _loaded(given.model, found, None)
     prompts = read_prompts(given.prompts, given.limit)
     asked = questions_of(base, prompts, raw=False)
-    plans = json.loads((given.runs / PLANS).read_text(encoding="utf-8")) if (given.runs / PLANS).is_file() else {}
+    plans = _known(given.runs / PLANS, dict[str, Any]())
     players, facts = list[Named](), dict[str, dict[str, Any]]()
     beside = [(name, name, base, _folder_of(name, base, found)) for name in _methods(base)]
     for name in _variants(given.runs):
@@ -317,6 +337,10 @@ def main() -> None:
     parser.add_argument("--change", action="append", default=[], help="own: KEY=VALUE or SYSTEM:KEY=VALUE, repeatable")
     parser.add_argument("--tuning", type=Path, help="chat: prompts to choose plans with")
     given = parser.parse_args()
+    if lacking := [name for name in NEEDED.get(given.what, ()) if getattr(given, name) is None]:
+        parser.error(f"{given.what} needs {', '.join(f'--{name}' for name in lacking)}")
+    if given.what == "chat" and not (given.runs / rivals_own.EXITS).is_file():
+        parser.error(f"{given.runs} has no {rivals_own.EXITS}: `own` writes it behind its trainings")
     if given.what == "own":
         rivals_own.train_equally(
             *(given.model, given.answers, given.runs, given.minutes, given.kinds or ()),

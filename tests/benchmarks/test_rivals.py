@@ -87,6 +87,14 @@ def test_drafts_are_found_for_what_lies_there_and_for_what_needs_no_weights(
     rows = {row["method"]: row for row in rivals.measure(given)["runs"]}
     assert rows["lookahead"]["plan"] == "N 3 W 2 G 2"
     assert rows["layerskip"]["plan"] == rows["layerskip on the layerskip model"]["plan"] == "chain 2"
+    trials = json.loads((given.runs / "tuning.json").read_text())
+    given.kinds, plans["lookahead"] = ["lookahead"], [LookaheadPlan(2, 2, 2)]
+    rivals.tune(given)
+    kept = json.loads((given.runs / "plans.json").read_text())
+    assert set(kept) == {"lookahead", "layerskip"}, "a draft that was not searched again stays"
+    assert kept["lookahead"]["ngram"] == 2
+    again = json.loads((given.runs / "tuning.json").read_text())
+    assert sorted(row["out"] for row in again) == sorted(row["out"] for row in trials)
 
 
 def test_facts_of_a_training_are_its_snapshots(tmp_path: Path) -> None:
@@ -171,3 +179,24 @@ def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(ValueError, match=r"a\.json is not JSON"):
         read_reports(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("own",), "own needs --model, --answers"),
+        (("chat", "--model", "m", "--tuning", "t"), "chat needs --json"),
+        (("chat", "--model", "m", "--tuning", "t", "--json", "j"), "has no exits.json"),
+    ],
+)
+def test_what_is_lacking_is_said_before_anything_is_measured(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["rivals", *words, "--runs", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        rivals.main()
+    assert said in capsys.readouterr().err
