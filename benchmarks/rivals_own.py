@@ -274,7 +274,7 @@ def tables(folder: Path) -> str:
         found = written["report"]
         names = [part["category"] for part in found]
         rows = [_row(at, written) for at in range(len(found[0]["runs"]))]
-        rows = [rows[0], *sorted(rows[1:], key=lambda row: row[-2], reverse=True)]
+        rows = [rows[0], *sorted(rows[1:], key=lambda row: float(row[-2].rstrip("x")), reverse=True)]
         different = sum(run["num_different"] for part in found for run in part["runs"])
         busy = max(part["others_cpu_share"] or 0 for part in found)
         about = written.get("about", {})
