@@ -14,7 +14,8 @@ With ``--same-documents`` questions come in turns about one lot of documents, on
 spares the full reading what it has read before, bit for bit: far more questions in the same time. Pruned prompts share
 nothing and are read as usual. Times then say nothing and are not reported.
 
-A FILE that exists already is gone on with: its questions are not asked again, and what is found is added.
+A FILE that exists already is gone on with: its questions are not asked again, and what is found is added. One of
+another model, processor, kernels, commit, half or way of reading is refused.
 """
 
 from __future__ import annotations
@@ -212,6 +213,19 @@ def _progress(found: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]) ->
     return "; ".join(lines)
 
 
+def unlike_before(before: Mapping[str, Any], now: Mapping[str, Any], ways: Sequence[str]) -> list[str]:
+    """Return what is not as in the file that is to be gone on with: its caption speaks for all of its questions."""
+    facts = {name: (before["provenance"].get(name), now["provenance"].get(name)) for name in ("cpu", "commit")}
+    facts |= {
+        name: (before["setting"].get(name), now["setting"].get(name))
+        for name in ("model", "kernels", "half", "same_documents")
+    }
+    unlike = [name for name, (then, today) in facts.items() if then != today]
+    sets = before["setting"].get("sets", {})
+    unlike += [f"set {name}" for name, each in now["setting"]["sets"].items() if sets.get(name, each) != each]
+    return unlike + ["--way"] * any(set(answers) != set(ways) for answers in before["answers"].values())
+
+
 def main() -> None:
     """Measure and write the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -236,6 +250,9 @@ def main() -> None:
         "others_cpu_share": None,
     }
     written = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "answers": found}
+    if before and (unlike := unlike_before(before, written, list(ways))):
+        parser.error(f"{asked.json} is of another {', '.join(unlike)}: give another --json, or remove it")
+    setting["sets"] = before.get("setting", {}).get("sets", {}) | setting["sets"]
 
     def save() -> None:
         """Write what there is, so that a run that is killed loses one question."""

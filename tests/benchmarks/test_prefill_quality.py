@@ -10,7 +10,7 @@ import pytest
 
 import vivace
 from benchmarks import prefill_tables
-from benchmarks.prefill_quality import QuestionSet, ask, measure, way_of
+from benchmarks.prefill_quality import QuestionSet, ask, measure, unlike_before, way_of
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.prompts import Prompt
 from vivace.recipes.lazy_plan import LongPrompt
@@ -61,6 +61,26 @@ def test_halves_do_not_meet_and_a_file_is_gone_on_with(tmp_path: Path) -> None:
     assert "few: 3 questions" in text
     assert "| lazy:1:0.5 |" in text
     assert "LazyLLM | 22.31 | 99% | 2.34x" in prefill_tables.beside_paper(tmp_path, "few")
+
+
+def test_a_file_of_another_machine_or_way_is_not_gone_on_with() -> None:
+    setting = {"model": "m", "kernels": "k", "half": "B", "same_documents": False, "sets": {"a": ["kv", "f", 3]}}
+    before = {
+        "provenance": {"cpu": "A", "commit": "c"},
+        "setting": setting,
+        "answers": {"a": {"full": [1], "lazy": [1]}},
+    }
+    ways = ["full", "lazy"]
+    assert unlike_before(before, before, ways) == []
+    more = {**before, "setting": {**setting, "sets": {"b": ["kv", "f", 4]}}}
+    assert unlike_before(before, more, ways) == [], "further sets are added"
+    assert unlike_before(before, {**before, "provenance": {"cpu": "B", "commit": "d"}}, ways) == ["cpu", "commit"]
+    assert unlike_before(before, {**before, "setting": {**setting, "model": "n", "half": "A"}}, ways) == [
+        "model",
+        "half",
+    ]
+    assert unlike_before(before, {**before, "setting": {**setting, "sets": {"a": ["kv", "f", 9]}}}, ways) == ["set a"]
+    assert unlike_before(before, before, ["full"]) == ["--way"]
 
 
 def test_questions_about_the_same_documents_are_read_from_a_prefix_cache(tmp_path: Path) -> None:
