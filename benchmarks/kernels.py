@@ -110,13 +110,23 @@ def measure(models: list[str], formats: list[str], body: NativeBody, repeats: in
 
 
 def _tokens(decoder: Decoder) -> Callable[[], list[Emitted]]:
-    """Return a function that decodes a few tokens plainly after a context, at every call."""
+    """Return a function that decodes a few tokens plainly after a context, at every call; a text that is at its end
+    begins anew.
+    """
     session = Session(decoder, num_slots=1, capacity=LONGEST)
-    prompt = tuple(range(1, CONTEXT + 1))
-    session.admit(Request(prompt, LONGEST - CONTEXT, MultiStepPlain(decoder)))
-    for _ in range(4):  # the prompt, the first token, and how long a pass takes
-        session.step()
-    return session.step
+
+    def begin() -> None:
+        session.admit(Request(tuple(range(1, CONTEXT + 1)), LONGEST - CONTEXT, MultiStepPlain(decoder)))
+        for _ in range(4):  # the prompt, the first token, and how long a pass takes
+            session.step()
+
+    def step() -> list[Emitted]:
+        if session.is_idle:
+            begin()
+        return session.step()
+
+    begin()
+    return step
 
 
 def _reads(body: NativeBody) -> dict[str, tuple[Callable[[], object], int]]:
