@@ -25,6 +25,7 @@ from benchmarks import captions
 from benchmarks.result_files import NO_RUN, write_report
 from tools.blocks import table
 from vivace.checkpoint.files import resolve
+from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.evaluate.bootstrap import paired_bootstrap
 from vivace.evaluate.likelihood import ContextOptions, LikelihoodReader
 from vivace.evaluate.llamacpp import LlamaCpp, LlamaRows
@@ -42,11 +43,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     text = options.text.read_text(encoding="utf-8")
+    for path in options.model:
+        require_pieces(path, text, options.pieces, options.length)
     setting = {"text": options.text.name, "pieces": options.pieces, "length": options.length}
     models = {path.name: compared(path, text, options.pieces, options.length) for path in options.model}
     write_report(
         options.out, {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "models": models}
     )
+
+
+def require_pieces(path: Path, text: str, count: int, length: int) -> None:
+    """Refuse a text that is too short for as many pieces as the result will say.
+
+    Raises:
+        SystemExit: a file's tokenizer makes fewer tokens of it.
+    """
+    tokens = len(load_tokenizer(resolve(path)).encode(text, special=False))
+    if tokens < count * length:
+        raise SystemExit(f"{path.name}: the text has {tokens} tokens, and {count} pieces of {length} are asked for")
 
 
 @torch.inference_mode()

@@ -90,6 +90,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("words", nargs=argparse.REMAINDER, help="words of a `vivace train` with --out")
     given = parser.parse_args()
+    if "--out" not in given.words[:-1]:
+        parser.error("the command needs --out DIR, where what it has learnt is read")
     origin = asdict(provenance(torch.device("cpu")))
     kills = [float(seconds) for seconds in given.kills.split(",") if seconds]
     parts, written = run_parts([sys.executable, "-m", "vivace", *given.words, "--json"], kills)

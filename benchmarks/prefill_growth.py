@@ -113,6 +113,8 @@ def main() -> None:
     if asked.plot:
         draw(*asked.plot)
         return
+    if asked.source is None or asked.json is None:
+        parser.error("measuring needs MODEL, SOURCE and --json")
     engine = vivace.load(asked.model)
     found = measure(engine, asked.source, asked.documents, asked.count, asked.keep)
     setting = {
@@ -120,9 +122,8 @@ def main() -> None:
         "kernels": engine.kernels.name,
         **{name: getattr(asked, name) for name in ("documents", "count", "keep")},
     }
-    if asked.json is not None:
-        written = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "found": found}
-        write_report(asked.json, written)
+    written = {"provenance": asdict(provenance(torch.device("cpu"))), "setting": setting, "found": found}
+    write_report(asked.json, written)
 
 
 if __name__ == "__main__":

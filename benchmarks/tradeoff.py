@@ -257,6 +257,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     given = parser.parse_args()
+    if (given.judged is None) != (given.timed is None):
+        parser.error("--judged and --timed go together")
     if given.judged and given.timed:
         reports = (json.loads(path.read_text(encoding="utf-8")) for path in (given.judged, given.timed))
         return _finish(with_speeds(*reports), given)
