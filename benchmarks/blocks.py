@@ -6,7 +6,7 @@ shape of an 8B model's with 16 texts of 300 tokens and reads what the kernel cou
 serve` for as many at once. `chat` times the first token of a turn behind a long history, with and without what is kept.
 `entries` compares texts and bytes of `--kv int8` with those of bfloat16.
 
-Each writes benchmarks/results/blocks/NAME.json.
+Each prints what it found, and writes it where ``--json FILE`` says, before its name.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from vivace.decode.session import Session
 from vivace.kernels.choice import choose
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "blocks"
 ROUNDS = 7
 """Turns of each tree; the median of their ratios counts."""
 NEW_TOKENS = 48
@@ -61,6 +60,7 @@ ENTRY_BYTES = 2 * LARGE["num_layers"] * LARGE["num_kv_heads"] * LARGE["head_dim"
 def main() -> None:
     """Measure what is asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path)
     commands = parser.add_subparsers(dest="command", required=True)
     speed = commands.add_parser("speed")
     speed.add_argument("old", type=Path, help="another tree with its kernels built")
@@ -85,7 +85,8 @@ def main() -> None:
     from vivace.evaluate.provenance import provenance
 
     found = {"provenance": asdict(provenance(torch.device("cpu"))), **measures[arguments.command]()}
-    write_report(RESULTS / f"{arguments.command}.json", found)
+    if arguments.json is not None:
+        write_report(arguments.json, found)
     print(json.dumps({key: value for key, value in found.items() if key != "provenance"}, indent=1))
 
 
@@ -137,7 +138,9 @@ def compare_speed(old: Path, rounds: int) -> dict[str, Any]:
         for name in ("old", "new") if turn % 2 else ("new", "old"):
             environment = {**os.environ, "PYTHONPATH": f"{trees[name]}/src:{trees[name]}"}
             command = [sys.executable, str(Path(__file__).resolve()), "times"]
-            done = subprocess.run(command, env=environment, cwd=trees[name], capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                command, env=environment, cwd=trees[name], stdout=subprocess.PIPE, text=True, check=True
+            )
             times[name].append(json.loads(done.stdout.splitlines()[-1]))
     cases = list(times["new"][0])
     ratios = {

@@ -84,7 +84,7 @@ def measure(model: str, length: int, repeats: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             for kind in readings:
                 words = [sys.executable, "-m", "benchmarks.prompt_caches", model, "--length", str(length)]
-                found = subprocess.run([*words, "--once", folder], capture_output=True, text=True, check=True)
+                found = subprocess.run([*words, "--once", folder], stdout=subprocess.PIPE, text=True, check=True)
                 readings[kind].append(json.loads(found.stdout))
     times = {kind: statistics.median(one["first_token_s"] for one in found) for kind, found in readings.items()}
     return {
