@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ from typing import Any
 import vivace
 from benchmarks import captions
 from benchmarks.in_turn import learn_in_turn
+from benchmarks.named import Named
 from benchmarks.result_files import tables_of, write_report
 from tools.blocks import table
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.decode.shallow import DraftPlan
-from vivace.evaluate.benchmark import BenchmarkPrompt, Record, Trial, run_benchmark, summarise
+from vivace.evaluate.benchmark import Record, run_benchmark, summarise
 from vivace.evaluate.bootstrap import paired_bootstrap, ratio_of_sums
 from vivace.evaluate.others import watched_others
 from vivace.evaluate.provenance import provenance
@@ -85,18 +86,6 @@ def shapes() -> list[Lever]:
     return [Lever(name, name, chain, True) for name in SHAPES]
 
 
-@dataclass(frozen=True)
-class _Named:
-    """A system under the label of its row."""
-
-    name: str
-    system: MethodSystem
-
-    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
-        """Answer one batch with greedy decoding."""
-        return self.system.answer(batch)
-
-
 def levers(words: int) -> list[Lever]:
     """Return the rows of the table; ``words`` is the size of the draft vocabulary where one is a lever."""
     chain = DraftPlan.chain(GUESSES)
@@ -149,15 +138,15 @@ def train(given: argparse.Namespace) -> None:
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Measure all rows in turns on the same prompts."""
-    parts, players = parts_of(given), list[_Named]()
+    parts, players = parts_of(given), list[Named]()
     rows = [row for row in (levers(given.words) if given.set == "parts" else shapes()) if row.parts in parts]
     engines = {name: vivace.load(given.model, adapters={"multirate": given.runs / name}) for name in parts}
     base = next(iter(engines.values()))
-    players.append(_Named("plain", MethodSystem("plain", base, given.max_new_tokens)))
+    players.append(Named("plain", MethodSystem("plain", base, given.max_new_tokens)))
     for row in rows:
         engine = planned(engines[row.parts], row.plan)
         engine.steps_per_call = None if row.is_one_call else 0
-        players.append(_Named(row.label, MethodSystem("multirate", engine, given.max_new_tokens)))
+        players.append(Named(row.label, MethodSystem("multirate", engine, given.max_new_tokens)))
     report = []
     for prompts in given.prompts:
         asked = questions_of(base, read_prompts(prompts, given.limit), raw=False)

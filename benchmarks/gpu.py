@@ -12,7 +12,7 @@ import argparse
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,25 +21,14 @@ import torch
 
 import vivace
 from benchmarks.chat_drafts import answered, report_of
+from benchmarks.named import Named
 from benchmarks.result_files import write_report
-from vivace.evaluate.benchmark import BenchmarkPrompt, System, Trial
+from vivace.evaluate.benchmark import BenchmarkPrompt, System
 from vivace.evaluate.peers import TransformersPeer
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.roofline import pass_bytes, read_bandwidth
 from vivace.evaluate.systems import MethodSystem
 from vivace.prompts import Prompt, load_prompts
-
-
-@dataclass(frozen=True)
-class Named:
-    """A system under another name."""
-
-    name: str
-    system: System
-
-    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
-        """Answer one batch."""
-        return self.system.answer(batch)
 
 
 def transformers_systems(folder: Path, tokens: int, longest: BenchmarkPrompt) -> list[System]:

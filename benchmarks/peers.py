@@ -22,7 +22,7 @@ import statistics
 import string
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,11 @@ from typing import Any
 import torch
 
 import vivace
+from benchmarks.named import Named
 from benchmarks.result_files import write_report
 from vivace.checkpoint.widen import widen_checkpoint
 from vivace.engine import SHIPPED, Engine
-from vivace.evaluate.benchmark import BenchmarkPrompt, Record, System, Trial, run_benchmark, summarise
+from vivace.evaluate.benchmark import BenchmarkPrompt, Record, run_benchmark, summarise
 from vivace.evaluate.llamacpp import LLAMA_CPP, LlamaCppPeer, llama_cpp_passes
 from vivace.evaluate.peers import peer_systems
 from vivace.evaluate.provenance import provenance
@@ -60,18 +61,6 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }
 """Llamas with D = 64 and a tied head, of 100.1 and 361.8 million parameters."""
-
-
-@dataclass(frozen=True)
-class Named:
-    """A system under another name: one method in several weight formats."""
-
-    name: str
-    inner: System
-
-    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
-        """Answer one batch."""
-        return self.inner.answer(batch)
 
 
 def main() -> None:

@@ -14,19 +14,20 @@ import argparse
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import vivace
 from benchmarks import rivals_own
+from benchmarks.named import Named
 from benchmarks.rivals_table import tables
 from vivace.checkpoint.files import OWN_DRAFT
 from vivace.cli.app import run
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.decode.shallow import DraftPlan
 from vivace.engine import Engine
-from vivace.evaluate.benchmark import BenchmarkPrompt, Record, Trial, run_benchmark, summarise
+from vivace.evaluate.benchmark import Record, run_benchmark, summarise
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import score
 from vivace.evaluate.step_layers import layers_of_step
@@ -75,18 +76,6 @@ TRIALS = "tuning.json"
 """File in ``--runs`` with all drafts that were tried, and their speeds."""
 FACTS = "training.json"
 """File in a folder of weights that records how long they were trained."""
-
-
-@dataclass(frozen=True)
-class Named:
-    """A system under a name of its own."""
-
-    name: str
-    system: MethodSystem
-
-    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
-        """Answer one batch with greedy decoding."""
-        return self.system.answer(batch)
 
 
 def train(given: argparse.Namespace) -> None:

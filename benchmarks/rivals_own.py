@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,11 +26,12 @@ import vivace
 from benchmarks import captions
 from benchmarks.chat_drafts import answered, means, report_of
 from benchmarks.in_turn import learn_in_turn
+from benchmarks.named import Named
 from benchmarks.result_files import NO_RUN, read_named
 from tools.blocks import table
 from vivace.decode.shallow import DraftPlan
 from vivace.engine import Engine
-from vivace.evaluate.benchmark import BenchmarkPrompt, Trial, run_benchmark, summarise
+from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.systems import MethodSystem
 from vivace.methods.composition import plan_of
@@ -85,18 +86,6 @@ PLANS = "chat_plans.json"
 EXITS = "exits.json"
 ABOUT = "about.json"
 """File in ``--runs`` that says, by system, what else it learnt from than the others."""
-
-
-@dataclass(frozen=True)
-class Named:
-    """A system under a name of its own."""
-
-    name: str
-    system: MethodSystem
-
-    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
-        """Answer one batch with greedy decoding."""
-        return self.system.answer(batch)
 
 
 def method_of(system: str) -> str:

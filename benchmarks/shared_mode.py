@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import vivace
+from benchmarks.named import Named
 from benchmarks.result_files import write_report
-from benchmarks.rivals import Named
 from benchmarks.tradeoff_measures import Judgement, judge_texts
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.engine import Engine

@@ -16,8 +16,8 @@ from typing import Any
 import vivace
 from benchmarks import captions
 from benchmarks.decode_tables import interval
+from benchmarks.named import Named
 from benchmarks.result_files import write_report
-from benchmarks.rivals import Named
 from tools.blocks import table
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.decode.tree import TreePlan

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import vivace
+from benchmarks.named import Named
 from benchmarks.plots import COLOURS
 from benchmarks.result_files import write_report
-from benchmarks.rivals import Named
 from vivace.checkpoint.adapters import load_adapter
 from vivace.cli.app import run
 from vivace.cli.prompting import questions_of, read_prompts

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from benchmarks import captions, exit_plots
+from benchmarks.named import Named
 from benchmarks.result_files import NO_RUN, read_named, write_report
-from benchmarks.rivals import ADAPTERS, WHOLE, Named
+from benchmarks.rivals import ADAPTERS, WHOLE
 from benchmarks.rivals_table import ROUTERS
 from benchmarks.tradeoff_measures import Guessing, Point, Reading, costs, envelope, judge_texts, point
 from vivace.cli.prompting import questions_of, read_prompts
