@@ -26,6 +26,7 @@ from benchmarks import captions
 from benchmarks.in_turn import learn_in_turn
 from benchmarks.named import Named
 from benchmarks.result_files import tables_of, write_report
+from benchmarks.rivals import require_steps
 from tools.blocks import table
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.decode.shallow import DraftPlan
@@ -139,6 +140,7 @@ def train(given: argparse.Namespace) -> None:
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Measure all rows in turns on the same prompts."""
     parts, players = parts_of(given), list[Named]()
+    require_steps((given.runs / name for name in parts), given.steps)
     rows = [row for row in (levers(given.words) if given.set == "parts" else shapes()) if row.parts in parts]
     engines = {name: vivace.load(given.model, adapters={"multirate": given.runs / name}) for name in parts}
     base = next(iter(engines.values()))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -123,6 +123,18 @@ def training_facts(folder: Path) -> dict[str, float] | None:
     if not states:
         return None
     return {"steps": sum(s["step"] for s in states), "minutes": sum(s["elapsed_s"] for s in states) / 60}
+
+
+def require_steps(folders: Iterable[Path], steps: int) -> None:
+    """Refuse weights that were not trained for as many steps as the result will say; without snapshots nobody knows.
+
+    Raises:
+        SystemExit: a folder's training had other steps.
+    """
+    for folder in folders:
+        facts = training_facts(folder)
+        if facts is not None and facts["steps"] != steps:
+            raise SystemExit(f"{folder} was trained for {facts['steps']} steps, and --steps says {steps}")
 
 
 def tune(given: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ import vivace
 from benchmarks.named import Named
 from benchmarks.plots import COLOURS
 from benchmarks.result_files import write_report
+from benchmarks.rivals import require_steps
 from vivace.checkpoint.adapters import load_adapter
 from vivace.cli.app import run
 from vivace.cli.prompting import questions_of, read_prompts
@@ -68,6 +69,7 @@ def train(given: argparse.Namespace) -> dict[str, Path]:
 
 def measure(given: argparse.Namespace, folders: Mapping[str, Path]) -> dict[str, Any]:
     """Measure all variants with their own plans, then the first one with other drafts."""
+    require_steps(folders.values(), given.steps)
     engines = {name: vivace.load(given.model, adapters={"multistream": path}) for name, path in folders.items()}
     first, config = next(iter(engines.values())), MultistreamConfig(**_written(next(iter(folders.values()))))
     asked = questions_of(first, read_prompts(given.prompts, given.limit), raw=False)

@@ -105,6 +105,9 @@ def test_facts_of_a_training_are_its_snapshots(tmp_path: Path) -> None:
             tmp_path / "run" / f"stage-{stage}" / "state.pt", {"progress": {"step": steps, "elapsed_s": seconds}}
         )
     assert rivals.training_facts(tmp_path) == {"steps": 42, "minutes": 2.5}
+    rivals.require_steps([tmp_path, tmp_path / "of no snapshots"], 42)
+    with pytest.raises(SystemExit, match="was trained for 42 steps, and --steps says 300"):
+        rivals.require_steps([tmp_path], 300)
 
 
 def played(method: str, speedup: float, rate: float, **more: object) -> dict[str, object]:
