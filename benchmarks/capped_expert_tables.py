@@ -25,6 +25,19 @@ COLUMNS = (
 )
 
 
+def gains_over(base: dict[str, Any], row: dict[str, Any]) -> tuple[float, list[float]]:
+    """Return how many times as fast as another a row is on the answers that both have, and the gain of each answer.
+
+    Answers count as the tokens that both wrote of them. The answers of a row may be shorter than the other's, whose
+    time per token is that of its whole answer then.
+    """
+    slow, fast = base["ms_by_answer"], row["ms_by_answer"]
+    counts = [min(map(len, pair)) - 1 for pair in zip(base["texts"][1:], row["texts"][1:], strict=False)]
+    shared = list(zip(counts, slow, fast, strict=False))
+    gain = sum(n * ms for n, ms, _ in shared) / sum(n * ms for n, _, ms in shared)
+    return gain, [a / b for _, a, b in shared]
+
+
 def tables_of(folder: Path) -> str:
     """Return the tables of all committed runs, those of the slowest device first."""
     reports = sorted((report for _, report in read_named(folder)), key=lambda report: float(report["gb_per_s"]))
@@ -74,9 +87,7 @@ def _verdict(report: dict[str, Any]) -> Iterator[str]:
         return
     ahead = rows["ahead"]
     behind = [
-        f"{ahead['ms_per_token'] / rows[name]['ms_per_token']:.2f} of the time of {OTHERS[name]}"
-        for name in RIVALS
-        if name in rows
+        f"{1 / gains_over(rows[name], ahead)[0]:.2f} of the time of {OTHERS[name]}" for name in RIVALS if name in rows
     ]
     above = [n.replace("_", " ") for n, row in rows.items() if row["over_lru"] > row.get("bound_over_lru", 9e9) + 0.005]
     gains = [

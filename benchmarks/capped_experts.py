@@ -6,9 +6,10 @@ that the device has one known speed for everybody: direct reads, page faults and
 before. Files are dropped from the page cache before; what lies in caches of the machine's host cannot be.
 
 Rows are policies of the expert cache with direct reads, a plain memory map of the same store, llama.cpp's memory map
-of the same weights as GGUF, and transformers with accelerate's offload to disk. All continue the same token ids
-greedily. Times with all experts in memory, outside both groups, are measured first; the simulator replays the
-recorded traces with them and the stated speed.
+of the same weights as GGUF, and transformers with accelerate's offload to disk: whole layers stay in memory as far as
+they fit, the others are read for every token. All continue the same token ids greedily. Times with all experts in
+memory, outside both groups, are measured first; the simulator replays the recorded traces with them and the stated
+speed.
 
     python -m benchmarks.capped_experts moe.store --model moe --foresight moe/adapters/foresight --gb-per-s 2 --out out
 """
@@ -32,7 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks.capped import GROUP, drop, enter, read_bytes
-from benchmarks.capped_expert_tables import RIVALS, tables
+from benchmarks.capped_expert_tables import RIVALS, gains_over, tables
 from benchmarks.expert_guesses import load_around
 from benchmarks.expert_policies import LeastRecent, OnDemand
 from benchmarks.expert_traces import Trace
@@ -156,6 +157,11 @@ def others(options: argparse.Namespace, load: Callable[[argparse.Namespace], Cal
     prompts, count = prompts_of(options)[: 3 if few else None], min(options.tokens, FEW) if few else options.tokens
     follow = load(options)
     texts, seconds, before = [], [], 0
+
+    def found() -> dict[str, Any]:
+        said = measured(seconds, texts) | {"device_bytes": read_bytes() - before}
+        return said | {"peak_bytes": said["peak_bytes"] + options.held}
+
     for place, prompt in enumerate(prompts):
         before = before if place != 1 else read_bytes()
         text, begun = [follow(list(prompt), True)], time.perf_counter()
@@ -164,8 +170,8 @@ def others(options: argparse.Namespace, load: Callable[[argparse.Namespace], Cal
         texts.append(text)
         if place:
             seconds.append(time.perf_counter() - begun)
-            print(json.dumps(measured(seconds, texts) | {"device_bytes": read_bytes() - before}), flush=True)
-    return measured(seconds, texts) | {"device_bytes": read_bytes() - before}
+            print(json.dumps(found()), flush=True)
+    return found()
 
 
 def llama(options: argparse.Namespace) -> Callable[[list[int], bool], int]:
@@ -187,16 +193,28 @@ def llama(options: argparse.Namespace) -> Callable[[list[int], bool], int]:
 
 
 def accelerated(options: argparse.Namespace) -> Callable[[list[int], bool], int]:
-    """Load transformers with what does not fit left on the disk by accelerate."""
-    from accelerate import disk_offload
+    """Load transformers with as many layers in memory as fit beside the largest; accelerate reads the others.
+
+    Layers in memory are loaded before the group is entered, so its limit is less by what they take.
+
+    Raises:
+        ValueError: all layers fit.
+    """
+    from accelerate import dispatch_model, infer_auto_device_map
     from transformers import AutoModelForCausalLM
 
-    files = sorted(options.model.glob("*.safetensors"))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
-    folder = tempfile.mkdtemp(dir=options.out)
-    disk_offload(model, offload_dir=folder, execution_device=torch.device("cpu"))
-    for file in (*files, *Path(folder).glob("*.dat")):
+    layer = type(model.model.layers[0]).__name__
+    places = infer_auto_device_map(model, {"cpu": options.limit - options.room}, no_split_module_classes=[layer])
+    if "disk" not in places.values():
+        raise ValueError("all layers fit into the limit: there is nothing to read from the disk")
+    folder = Path(tempfile.mkdtemp(dir=options.out))
+    dispatch_model(model, places, main_device="cpu", offload_dir=folder)
+    files = sorted(folder.glob("*.dat"))
+    for file in files:
         drop(file)
+    options.held = sum(each.nbytes for each in model.parameters() if each.device.type != "meta")
+    options.limit -= options.held
     confined(options, files[0])
     state: dict[str, Any] = {}
 
@@ -339,8 +357,7 @@ def with_gains(rows: dict[str, dict[str, Any]], load_ms: float) -> None:
     for row in fine.values():
         for base in ("lru", "on_demand"):
             if base in fine:
-                row[f"over_{base}"] = fine[base]["ms_per_token"] / row["ms_per_token"]
-                gains = [a / b for a, b in zip(fine[base]["ms_by_answer"], row["ms_by_answer"], strict=False)]
+                row[f"over_{base}"], gains = gains_over(fine[base], row)
                 row[f"over_{base}_range"] = [min(gains), max(gains)]
     if "compute_ms" not in fine.get("lru", {}):
         return
@@ -370,6 +387,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--row", help=argparse.SUPPRESS)
     made.add_argument("--limit", type=int, help=argparse.SUPPRESS)
     made.add_argument("--gguf", type=Path, help=argparse.SUPPRESS)
+    made.set_defaults(held=0)  # bytes that a row has in memory outside its group
     return made
 
 

@@ -70,8 +70,8 @@ def _device(report: dict[str, Any]) -> str:
     if report["is_paced"]:
         return "**a stand-in device**: experts lie in memory, a load only waits and takes no processor's time"
     return (
-        f"{report['settings']['reader']} reads of a file on a virtual disk, **served by the host's cache**: a probe "
-        f"before the run read {report['device_gb_per_s']:.2f} GB/s"
+        f"{report['settings']['reader']} reads of a file on a disk **whose own caches, or whose host's, serve them as "
+        f"they may**: a probe before the run read {report['device_gb_per_s']:.2f} GB/s"
     )
 
 
@@ -86,6 +86,8 @@ def _warning(report: dict[str, Any]) -> str:
         for run, row in rows
         if row["over_lru"] > row["bound_over_lru"] and row["policy"] not in ("lru", "on_demand")
     ]
+    if not beyond:
+        return ""
     return (
         f" Few answers, and reads faster than the probe: on demand, which keeps nothing, takes "
         f"{' and '.join(f'{each:.1f}' for each in on_demand)} ms depending on a cache that it does not have, and "
@@ -114,7 +116,7 @@ def _of_share(run: dict[str, Any], report: dict[str, Any]) -> str:
     if report["is_paced"]:
         where = f"stand-in device, loads at a stated {run['gb_per_s']:.2f} GB/s"
     else:
-        where = "reads as fast as the host's cache gives them"
+        where = "reads as fast as the disk and caches behind it give them"
     head = (
         f"{run['share']:.0%} of the experts in memory, {where}; LRU loads for {load:.1f} ms a token and computes for "
         f"{compute:.1f}. The simulator is {min(off):+.0%} to {max(off):+.0%} off these rows."
@@ -176,7 +178,7 @@ def _errors(folder: Path) -> str:
         off = [
             row["simulated_ms_per_token"] / row["ms_per_token"] - 1 for run in report["runs"] for row in run["policies"]
         ]
-        what = "the stand-in device" if report["is_paced"] else "reads that the host's cache serves"
+        what = "the stand-in device" if report["is_paced"] else "reads of a disk whose caches may serve them"
         parts.append(f"{min(off):+.0%} to {max(off):+.0%} on {what}")
     return f"Milliseconds that the simulator says are off the measured ones by {', by '.join(parts)}."
 

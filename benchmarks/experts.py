@@ -1,9 +1,10 @@
 """Measure experts that are read from disk: ``python -m benchmarks.experts --store DIR --foresight NAME=DIR --out DIR``.
 
-Policies take turns on every prompt, each with a cache of its own and direct reads from the store; every foresight
-adapter is one of them, used by its own plan. Writes ``experts.json`` (seconds and tokens of all answers, hits by kind,
-recall, wasted bytes and bytes from the device, the bound, and the simulator's result on the same traces) and
-``trace-NAME.json``, from which ``benchmarks.expert_sweep`` draws its plot.
+Policies take turns on every prompt, in an order that is drawn for each. Each has a cache of its own and direct reads
+from the store; every foresight adapter is one of them, used by its own plan. Writes ``experts.json`` (seconds and
+tokens of all answers, hits by kind, recall, wasted bytes and bytes from the device, the bound, and the simulator's
+result on the same traces) after every share, and ``trace-NAME.json``, from which ``benchmarks.expert_sweep`` draws its
+plot.
 
 ``--pace`` replaces the disk by a simulated device of the given speed (``paced_device.py``), and ``--pace equal`` by one
 with which LRU's loads of a decoded token take as long as its computation, for each share; the figures say so. Loads of
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -228,14 +230,15 @@ class Bench:
         with self.closing():
             full = self.experts.num_experts
             systems = [self.system(LeastRecent(), full, way, name) for name, way in self.drafters().items()]
+            draws = random.Random(0)
             for turn in range(2):
                 for prompt in self.prompts[:: max(1, len(self.prompts) // 6)]:
-                    for system in systems:
+                    for system in draws.sample(systems, len(systems)):
                         system.answer(prompt, self.options.tokens, counts=turn == 1)
             return {e.name: e.token_s for e in systems}
 
     def held(self, share: float, trace: Trace) -> list[MethodSystem]:
-        """Run all policies on all prompts, in turns; the first prompt only fills the caches."""
+        """Run all policies on all prompts, in an order drawn for each; the first prompt only fills the caches."""
         num = self.num_slots(share)
         layers, experts = self.store.config.num_layers, self.num_experts
         seeing = self.drafters()
@@ -249,8 +252,9 @@ class Bench:
                 *(self.system(NextUse(layers, experts), num, way, name) for name, way in seeing.items()),
                 self.system(Oracle(trace), num, plain, "oracle"),
             ]
+            draws = random.Random(0)
             for place, prompt in enumerate(self.prompts):
-                for system in systems:
+                for system in draws.sample(systems, len(systems)):
                     system.answer(prompt, self.options.tokens, counts=place > 0)
         assert all(system.texts == systems[0].texts for system in systems), "policies gave different texts"
         return systems
@@ -390,21 +394,7 @@ def main() -> None:
     for name, each in traces.items():
         each.save(options.out / f"trace-{name}.json")
     trace, compute_s, expert_s = traces["next_layer"], bench.compute_s(), bench.expert_s()
-    runs = []
-    for share in options.share:
-        paced = bench.set_pace(share, compute_s["plain"])
-        rows = with_gains([row(system, bench, compute_s, expert_s) for system in bench.held(share, trace)])
-        runs.append({"share": share, "pace_gb_per_s": paced, "gb_per_s": bench.gb_per_s, "policies": rows})
-        for each in rows:
-            told = (
-                "tokens_per_s",
-                "ms_per_token",
-                "simulated_ms_per_token",
-                "over_lru",
-                "over_oracle",
-                "bound_over_lru",
-            )
-            print(share, each["policy"], *(f"{each[k]:.2f}" for k in told), flush=True)
+    runs: list[dict[str, Any]] = []
     report = {
         "settings": {k: v for k, v in vars(options).items() if not isinstance(v, Path) and k != "foresight"},
         "foresight": {
@@ -420,7 +410,21 @@ def main() -> None:
         "runs": runs,
         "provenance": asdict(provenance(torch.device("cpu"))),
     }
-    write_report(options.out / "experts.json", report)
+    for share in options.share:
+        paced = bench.set_pace(share, compute_s["plain"])
+        rows = with_gains([row(system, bench, compute_s, expert_s) for system in bench.held(share, trace)])
+        runs.append({"share": share, "pace_gb_per_s": paced, "gb_per_s": bench.gb_per_s, "policies": rows})
+        write_report(options.out / "experts.json", report)  # after every share, so that a run that is cut keeps those
+        for each in rows:
+            told = (
+                "tokens_per_s",
+                "ms_per_token",
+                "simulated_ms_per_token",
+                "over_lru",
+                "over_oracle",
+                "bound_over_lru",
+            )
+            print(share, each["policy"], *(f"{each[k]:.2f}" for k in told), flush=True)
 
 
 if __name__ == "__main__":

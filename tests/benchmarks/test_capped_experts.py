@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.capped_expert_tables import tables_of
+from benchmarks.capped_expert_tables import gains_over, tables_of
 from benchmarks.capped_experts import MappedExperts, kept_rows, last_row, with_gains
 from benchmarks.expert_guesses import load_around
 from benchmarks.mixture_gguf import write_mixture
@@ -59,7 +59,7 @@ def test_a_mixture_as_gguf_has_each_expert_in_its_place(mixture: Path, tmp_path:
 def row(milliseconds: list[float], loads: float | None = None) -> dict[str, Any]:
     found: dict[str, Any] = {
         **{"ms_per_token": sum(milliseconds) / len(milliseconds), "ms_by_answer": milliseconds},
-        **{"num_tokens": 100, "device_bytes": 100 << 20, "peak_bytes": 1 << 30, "texts": [[1, 2], [3, 4]]},
+        **{"num_tokens": 100, "device_bytes": 100 << 20, "peak_bytes": 1 << 30, "texts": [[1, 2], [3, 4], [5, 6]]},
     }
     return found if loads is None else found | {"loads_per_token": loads, "compute_ms": 10.0, "simulated_ms": 44.0}
 
@@ -69,7 +69,7 @@ def test_gains_and_bounds_stand_in_the_table(tmp_path: Path) -> None:
         "on_demand": row([100.0, 100.0], 48.0),
         "lru": row([40.0, 60.0], 20.0),
         "ahead": row([25.0, 25.0], 15.0),
-        "llama.cpp": row([50.0, 50.0]) | {"texts": [[1], [3, 5]]},
+        "llama.cpp": row([50.0, 50.0]) | {"texts": [[1], [3, 5], [5, 6]]},
         "accelerate": {"error": "killed for memory"},
     }
     with_gains(rows, load_ms=2.0)
@@ -89,13 +89,23 @@ def test_gains_and_bounds_stand_in_the_table(tmp_path: Path) -> None:
     text, fast = tables_of(tmp_path).split("holds to 3 GB/s")
     assert "| ahead | 25.0 | 2.00x (1.60 to 2.40) | 1.67x | 4.00x | 44.0 (+76%) |" in text
     assert "| llama.cpp's memory map | 50.0 | 1.00x" in text
-    assert "| 1 of 2 |" in text
+    assert "| 2 of 3 |" in text
     assert "killed for memory" in text
     assert "Gains above their own bound: ahead, llama.cpp." not in text
     assert "Gains above their own bound: ahead." in text
     assert "Ahead of time: 2.00x LRU (1.25x was asked for) and 4.00x no cache (2.5x was asked for). It takes" in text
     assert "0.50 of the time of llama.cpp's memory map. Gains" in text
     assert "Ahead of time: 2.00x LRU (1.25x was asked for). Gains above" in fast
+
+
+def test_gains_are_those_of_answers_that_both_have() -> None:
+    lru = row([10.0, 90.0]) | {"texts": [[0], [1] * 11, [2] * 11]}
+    cut = row([20.0]) | {"texts": [[0], [1] * 11]}
+    assert gains_over(lru, cut) == (0.5, [0.5])
+    short = row([20.0, 30.0]) | {"texts": [[0], [1] * 4, [2] * 2]}
+    gain, each = gains_over(lru, short)
+    assert gain == pytest.approx((3 * 10 + 90) / (3 * 20 + 30))
+    assert each == [0.5, 3.0]
 
 
 def test_a_row_that_is_cut_keeps_its_last_whole_line() -> None:

@@ -71,10 +71,8 @@ def test_gains_are_of_all_answers_and_range_over_them(tmp_path: Path) -> None:
     assert tables(tmp_path) == "No run is committed yet."
     (tmp_path / "some.json").write_text(json.dumps(report))
     text = tables(tmp_path)
-    assert "**some**: 384 experts of 1.00 MB, direct reads of a file on a virtual disk" in text
-    assert (
-        "**served by the host's cache**: a probe before the run read 1.50 GB/s, 3 answers of 8 tokens at most" in text
-    )
+    assert "**some**: 384 experts of 1.00 MB, direct reads of a file on a disk **whose own caches" in text
+    assert "serve them as they may**: a probe before the run read 1.50 GB/s, 3 answers of 8 tokens at most" in text
     assert (
         "; ahead: no accelerated residual (`rate: null`), a forecast, taught routers 2 and 3 layer(s) early, routers "
         "as they are 1 layer(s) early; far: the accelerated residual at rate 1.5;" in text
