@@ -33,6 +33,7 @@ from vivace.recipes.shared import SharedRecipe
 from vivace.recipes.trainer import train_beside
 from vivace.train.config import LoopConfig
 from vivace.train.memory import LOGITS_AT_ONCE
+from vivace.train.optim import OptimiserConfig
 from vivace.train.report import Lines
 
 WORDS = [Prompt(f"{a}{b}{a}", (f"{b}{a}{b}",)) for a in "abcdefgh" for b in "klmnopqr"]
@@ -96,6 +97,30 @@ def test_layers_that_copy_are_found_and_written_down(checkpoint: Path, tmp_path:
     named = replace(RECIPE, find_reach=2, adapter=replace(RECIPE.adapter, reach=(3,)))
     train_beside(named, vivace.load(checkpoint, kernels="torch"), WORDS, tmp_path / "named", Lines(notes.append))
     assert load_adapter(tmp_path / "named")[0]["config"]["reach"] == [3]
+
+
+def test_a_training_begins_with_weights_of_before(checkpoint: Path, tmp_path: Path) -> None:
+    """Their shape holds; what it begins with is what was trained, so that steps of nearly no size keep it."""
+    base, notes = shutil.copytree(checkpoint, tmp_path / "base"), list[str]()
+    before = base / "adapters" / "multirate"
+    train_beside(RECIPE, vivace.load(base, kernels="torch"), WORDS, before, Lines(notes.append))
+    other = replace(
+        RECIPE, adapter=replace(RECIPE.adapter, exit_layer=1, rank=2), optimiser=OptimiserConfig(adamw_rate=1e-9)
+    )
+    for init in ("base", str(before)):
+        out = tmp_path / f"from-{Path(init).name}"
+        train_beside(replace(other, init=init), vivace.load(base, kernels="torch"), WORDS, out, Lines(notes.append))
+        (found, tensors), (wanted, start) = load_adapter(out), load_adapter(before)
+        assert found["config"] == wanted["config"]
+        torch.testing.assert_close(tensors, start, atol=1e-6, rtol=1e-4)
+    assert sum(f"begins with {before} and its shape: exit layer" in note for note in notes) == 2
+    with pytest.raises(ConfigError, match="init=base brings its exit layer along"):
+        replace(RECIPE, init="base", find_exit=(1, 2))
+    with pytest.raises(NotFoundError, match="nowhere"):
+        train_beside(
+            replace(RECIPE, init=str(tmp_path / "nowhere")), vivace.load(base, kernels="torch"), WORDS, tmp_path / "x",
+            Lines(notes.append),
+        )  # fmt: skip
 
 
 def test_an_adapter_of_another_base_is_refused(checkpoint: Path, tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 
+from vivace.checkpoint.adapters import base_hash
 from vivace.core.config import ModelConfig
 from vivace.decode.shallow import DraftPlan
 from vivace.errors import ConfigError
+from vivace.methods.composition import read_adapter, trained
 from vivace.methods.multirate.config import MultirateConfig
 from vivace.methods.multirate.objective import MultirateLoss, MultirateObjective
 from vivace.methods.multirate.reach import copying_layers
@@ -17,6 +20,8 @@ from vivace.methods.multirate.residual import Accelerator
 from vivace.recipes.exit_search import search_exit
 from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 
+ZERO, BASE = "zero", "base"
+"""Words for what a training begins with."""
 PROBED = 8
 """Number of held-back batches in which layers that copy from the text are searched for."""
 
@@ -35,6 +40,10 @@ class MultirateRecipe(FrozenRecipe):
     find_steps: int = 40
     """Optimiser steps, of one batch each, for every exit layer that is tried, before the loop's own."""
     loss: MultirateLoss = field(default_factory=MultirateLoss)
+    init: str = ZERO
+    """What it begins with: "zero", which changes nothing, "base" for the weights in ``adapters/multirate`` of the base,
+    or a folder of such weights for the same base. Their own shape holds, whatever ``adapter`` says: over a LoRA, or on
+    other text, little is left to learn then."""
     plan: DraftPlan = field(default_factory=DraftPlan)
     """Shape of the draft that decoding makes, saved with the weights. Where it names a size of the draft vocabulary,
     only so many tokens are learnt to be guessed, the most frequent ones of the text; that is faster, too."""
@@ -46,6 +55,8 @@ class MultirateRecipe(FrozenRecipe):
                 f"find_exit names layers from 1 and find_steps is at least 1, found {list(self.find_exit)} and "
                 f"{self.find_steps}"
             )
+        if self.init != ZERO and self.find_exit:
+            raise ConfigError(f"init={self.init} brings its exit layer along; leave find_exit out")
 
     def without_search(self, model: ModelConfig) -> MultirateRecipe:
         """Return the recipe with the highest exit layer that is tried, and the highest layers in the place of those
@@ -59,15 +70,18 @@ class MultirateRecipe(FrozenRecipe):
         return replace(found, adapter=replace(adapter, reach=tuple(range(model.num_layers))[-count:]))
 
     def begin(self, context: TrainContext) -> AcceleratorTraining:
-        """Make an accelerator that changes nothing yet, or has learnt while its exit layer was searched for.
+        """Make an accelerator that changes nothing yet, or has learnt while its exit layer was searched for, or before.
 
         Raises:
             ConfigError: without ``autocast`` weights in float32 would meet residuals in another dtype.
+            CheckpointError: the weights to begin with are missing, broken or of another base or method.
         """
         dtype = context.engine.model.dtype
         if not self.loop.autocast and dtype != torch.float32:
             kind = str(dtype).removeprefix("torch.")
             raise ConfigError(f"autocast=false trains beside weights in float32, this model's are {kind}; leave it out")
+        if self.init != ZERO:
+            return self._begun(context)
         if not self.find_exit:
             return self._untrained(context)
         candidates = {layer: self._at(layer)._untrained(context) for layer in sorted(set(self.find_exit))}
@@ -76,6 +90,18 @@ class MultirateRecipe(FrozenRecipe):
         best = search_exit(context, candidates, self.plan, self.find_steps)[0]
         context.report.note(f"exit layer {best.exit_layer} is trained on")
         return candidates[best.exit_layer]
+
+    def _begun(self, context: TrainContext) -> AcceleratorTraining:
+        """Make an accelerator of weights that were trained before, in their own shape."""
+        engine = context.engine
+        folder = engine.folder / "adapters" / self.kind if self.init == BASE else Path(self.init)
+        written, tensors = read_adapter(self.kind, folder, base_hash(engine.folder))
+        config = trained(folder, written, tensors, engine.model.config)[0].config
+        accelerator = Accelerator(config, engine.model.config)
+        accelerator.load_state_dict(tensors, strict=False)  # files have no tensors that nothing uses
+        shape = f"exit layer {config.exit_layer}, rank {config.rank}, bottleneck {config.bottleneck}"
+        context.report.note(f"begins with {folder} and its shape: {shape}")
+        return AcceleratorTraining(self, context, accelerator.to(engine.model.device))
 
     def _at(self, exit_layer: int) -> MultirateRecipe:
         """Return the recipe with one exit layer."""
