@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -217,8 +219,10 @@ def test_drafts_are_trained_over_a_lora_and_taken_with_it(checkpoint: Path, tmp_
 def test_what_cannot_be_trained_over_a_lora_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     lora, found = make_lora(tmp_path / "sql", checkpoint), recipe_of(recipe_named("multirate"))
     check_over_lora(found, lora, has_data=True)
-    with pytest.raises(ConfigError, match="trained on --data as it is"):
+    with pytest.raises(ConfigError, match="over a LoRA weights learn from --data"):
         check_over_lora(found, lora, has_data=False)
+    with pytest.raises(ConfigError, match="the prompts that own_tokens asks for"):
+        check_over_lora(replace(found, own_tokens=100), lora, has_data=True)
     with pytest.raises(ConfigError, match="a method that drafts"):
         check_over_lora(recipe_of(recipe_named("lora")), lora, has_data=True)
     with pytest.raises(NotFoundError, match="there is no LoRA"):
@@ -241,3 +245,46 @@ def test_drafts_over_one_lora_are_not_gone_on_with_over_another(checkpoint: Path
     train_over(one)
     with pytest.raises(MismatchError, match="another recipe, base or data"):
         train_over(other)
+
+
+def test_drafts_over_a_lora_learn_from_what_the_adapted_model_answers(checkpoint: Path, tmp_path: Path) -> None:
+    words = [Prompt(f"{a}{b}", ()) for a in "abcdefgh" for b in "klmnopqr"]
+    lora, notes = make_lora(tmp_path / "sql", checkpoint, size=0.3), list[str]()
+    base = ending_soon(shutil.copytree(checkpoint, tmp_path / "base"), lora)
+
+    def train_over(place: Path | None) -> None:
+        engine = vivace.load(base, kernels="torch")
+        over = None if place is None else wear(engine, place)
+        recipe = recipe_of(
+            {**recipe_named("medusa"), "loop": {"steps": 2, "warmup_steps": 1}, "held_back": 4, "regenerate": 48}
+        )
+        assert isinstance(recipe, FrozenRecipe)
+        train_beside(recipe, engine, words, tmp_path / "out", Lines(notes.append), over=over, is_timed=False)
+
+    train_over(lora)
+    engine = vivace.load(base, adapters={"sql": lora})
+    rows = [json.loads(line) for line in (tmp_path / "out" / "run" / "regenerated.jsonl").read_text().splitlines()]
+    assert len(rows) == 48
+    asked = [row["prompt"] for row in rows]
+    settings: dict[str, Any] = {"method": "plain", "do_sample": False, "max_new_tokens": 96}
+    adapted, plain = (
+        [result.text if result.finish_reason == "stop" else "" for result in results]
+        for results in (engine.generate(asked, adapter=name, **settings) for name in ("sql", None))
+    )
+    assert [row["reference"] for row in rows] == adapted
+    assert sum(map(bool, adapted)) > 8
+    assert adapted != plain
+    train_over(lora)
+    with pytest.raises(MismatchError, match="answers of another model"):
+        train_over(None)
+
+
+def ending_soon(base: Path, lora: Path) -> Path:
+    """Let a token that answers with a LoRA often have end them."""
+    engine = vivace.load(base, adapters={"sql": lora})
+    found = engine.generate(["ak", "bl", "cm", "dn"], adapter="sql", max_new_tokens=40, do_sample=False)
+    [(often, _)] = Counter(token for result in found for token in result.token_ids[8:]).most_common(1)
+    settings = base / "generation_config.json"
+    written = json.loads(settings.read_text()) if settings.is_file() else {}
+    settings.write_text(json.dumps(written | {"eos_token_id": often}))
+    return base

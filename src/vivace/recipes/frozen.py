@@ -26,7 +26,7 @@ from vivace.evaluate.systems import MethodSystem
 from vivace.prompts import Prompt
 from vivace.recipes.answers import AnswersFile
 from vivace.recipes.own_text import Budget, own_text, written_before
-from vivace.recipes.regenerate import as_it_decodes, regenerated
+from vivace.recipes.regenerate import Worn, as_it_decodes, regenerated
 from vivace.train.batches import DataSplit
 from vivace.train.config import LoopConfig
 from vivace.train.data import (
@@ -243,8 +243,8 @@ class TrainContext:
     """Folder of the run's snapshots, for those of trainings that ``begin`` makes before it."""
     answers: AnswersFile | None = None
     """The file that all rows come from; None where they are the data's, or the base's own text of this run."""
-    over: str | None = None
-    """Version of the LoRA that the decoder wears; None for the base as it is."""
+    over: Worn | None = None
+    """The LoRA that the decoder wears; None for the base as it is."""
 
     @staticmethod
     def of(
@@ -254,7 +254,7 @@ class TrainContext:
         out: Path,
         report: Report,
         answers: AnswersFile | None = None,
-        over: str | None = None,
+        over: Worn | None = None,
     ) -> TrainContext:
         """Shuffle the rows and divide them into rows to train on, held-back rows and calibration rows.
 
@@ -270,7 +270,10 @@ class TrainContext:
             raise UnsupportedError("packed weights cannot be trained on; load the model with kernels='torch'")
         if (reason := recipe.why_not(engine.model)) is not None:
             raise UnsupportedError(reason)
-        pairs = _pairs(recipe, engine, prompts, out, report) if answers is None else _given(recipe, prompts, answers)
+        if answers is None:
+            pairs = _pairs(recipe, engine, prompts, out, report, over)
+        else:
+            pairs = _given(recipe, prompts, answers)
         if answers is not None:
             report.note(f"{len(pairs)} answers of {answers.path} are learnt from; none is written")
         last = recipe.num_held_back(len(pairs))
@@ -344,7 +347,7 @@ class TrainContext:
         if self.answers is not None:
             plan["answers"] = self.answers.digest
         if self.over is not None:
-            plan["over"] = self.over
+            plan["over"] = self.over.version
         if self.recipe.beside:
             plan["beside"] = [base_hash(name) for name in self.recipe.beside]
         return json.dumps(plan, sort_keys=True)
@@ -375,7 +378,9 @@ class TrainContext:
         require_memory(need, self.engine.model.device)
 
 
-def _pairs(recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report) -> list[Pair]:
+def _pairs(
+    recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report, over: Worn | None
+) -> list[Pair]:
     if recipe.own_tokens:
         return _own_pairs(recipe, engine, prompts, out / "run", report)
     if not recipe.regenerate:
@@ -383,7 +388,7 @@ def _pairs(recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], out:
     texts = sorted(set(texts_of(prompts)))
     random.Random(recipe.seed).shuffle(texts)
     path = out / "run" / "regenerated.jsonl"
-    return regenerated(as_it_decodes(engine), texts[: recipe.regenerate], path, report.note)
+    return regenerated(as_it_decodes(engine, over=over), texts[: recipe.regenerate], path, report.note, over)
 
 
 def _given(recipe: FrozenRecipe, prompts: Sequence[Prompt], answers: AnswersFile) -> list[Pair]:

@@ -16,6 +16,7 @@ from vivace.engine import Engine
 from vivace.errors import ConfigError, NotFoundError, UnsupportedError
 from vivace.methods.table import METHODS
 from vivace.recipes.frozen import FrozenRecipe
+from vivace.recipes.regenerate import Worn
 
 
 def check_over_lora(recipe: object, folder: Path, *, has_data: bool) -> None:
@@ -29,14 +30,15 @@ def check_over_lora(recipe: object, folder: Path, *, has_data: bool) -> None:
         raise ConfigError("--adapter is for the weights of a method that drafts; leave it out")
     if not is_lora(folder):
         raise NotFoundError(f"there is no LoRA in {folder}")
-    if recipe.regenerate or recipe.own_tokens or not has_data:
+    if recipe.own_tokens or not has_data:
         raise ConfigError(
-            "over a LoRA weights are trained on --data as it is; the base writes what regenerate and own_tokens ask for"
+            "over a LoRA weights learn from --data, as it is or with what the adapted model answers (regenerate=N); "
+            "the base would draw the prompts that own_tokens asks for"
         )
 
 
-def wear(engine: Engine, folder: Path) -> str:
-    """Make an engine's model the adapted one, for good, and return the version of the LoRA.
+def wear(engine: Engine, folder: Path) -> Worn:
+    """Make an engine's model the adapted one, for good, and return the LoRA.
 
     Raises:
         CheckpointError: the LoRA is broken or of another base.
@@ -46,4 +48,4 @@ def wear(engine: Engine, folder: Path) -> str:
         raise UnsupportedError(f"this model takes no LoRA: {reason}")
     read = load_lora(folder, table_of(engine.folder, engine.model), base_hash(engine.folder))
     merge_into(engine.model, read.factors)
-    return version_of(folder)
+    return Worn(folder, version_of(folder))

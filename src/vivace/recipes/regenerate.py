@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,18 @@ from vivace.methods.composition import Methods
 from vivace.recipes.answers import MODEL_DIGITS
 from vivace.train.variation import Pair
 
+WORN = "worn"
+"""Name of the LoRA that a decoder wears while weights are trained beside it."""
+
+
+@dataclass(frozen=True)
+class Worn:
+    """A LoRA that a frozen decoder wears while weights are trained beside it (``over_lora.py``)."""
+
+    folder: Path
+    version: str
+    """Hash of its files."""
+
 
 def placed(engine: Engine) -> dict[str, Any]:
     """Return the device and precision of an engine, as options of ``load``."""
@@ -30,8 +44,8 @@ def decodes_apart(device: torch.device) -> bool:
     return choose(device=device).body is not None
 
 
-def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None) -> Engine:
-    """Return the same decoder on the kernels that decode fastest, with weights of methods by name.
+def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None, over: Worn | None = None) -> Engine:
+    """Return the same decoder on the kernels that decode fastest, with weights of methods by name, and what it wears.
 
     While training it runs on PyTorch's kernels. Where the fastest leave weights as they are, as graphs on a GPU do, it
     is not loaded twice; whole texts, as a training reads them, run as before.
@@ -42,24 +56,31 @@ def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None) ->
             engine.model.run_on(graphs_backend(engine.model.dtype))
         second, memory = engine.methods.second, engine.memory
         return engine.drafting_by(Methods(engine.model, engine.folder, adapters or {}, second, memory=memory))
-    return load(
+    worn = {} if over is None else {WORN: over.folder}
+    made = load(
         engine.folder,
         **placed(engine),
         ignore_config_keys=engine.ignored_config_keys,
-        adapters=adapters,
+        adapters={**(adapters or {}), **worn},
         memory=engine.memory.limit_bytes,
         reader="auto" if stored is None else stored.reader.reader.name,
     )
+    if worn:
+        made.adapters.default = WORN
+    return made
 
 
-def regenerated(engine: Engine, prompts: Sequence[str], path: Path, note: Callable[[str], None]) -> list[Pair]:
+def regenerated(
+    engine: Engine, prompts: Sequence[str], path: Path, note: Callable[[str], None], over: Worn | None = None
+) -> list[Pair]:
     """Generate greedy answers, appending them to a file so that a killed run continues after the last one.
 
     Args:
-        engine: the base.
+        engine: the base, wearing the LoRA if there is one.
         prompts: texts, in an order that is the same in every run.
         path: file with one JSON line per answer; an incomplete last line is written again.
         note: receives a line of progress after every batch.
+        over: the LoRA; answers of the base alone, or with another, are another model's.
 
     Returns:
         Pairs of prompt and answer, without the prompts whose answer did not end within the length limit.
@@ -68,7 +89,10 @@ def regenerated(engine: Engine, prompts: Sequence[str], path: Path, note: Callab
         MismatchError: the file has answers of another model, or to other prompts.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    done, model = complete_lines(path), base_hash(engine.folder)[:MODEL_DIGITS]
+    model = base_hash(engine.folder)
+    if over is not None:
+        model = sha256(f"{model} {over.version}".encode()).hexdigest()
+    done, model = complete_lines(path), model[:MODEL_DIGITS]
     known = zip(done, prompts, strict=False)
     if any(row.get("model") != model for row in done) or any(row["prompt"] != prompt for row, prompt in known):
         raise MismatchError(

@@ -15,6 +15,7 @@ from vivace.kernels.heap import keep_little
 from vivace.prompts import Prompt
 from vivace.recipes.answers import AnswersFile
 from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainContext
+from vivace.recipes.regenerate import Worn
 from vivace.train.config import TrainConfig
 from vivace.train.distillation import SharedPasses
 from vivace.train.loop import Training, fit, fit_in_turn
@@ -29,7 +30,7 @@ def train_beside(
     report: Report,
     *,
     answers: AnswersFile | None = None,
-    over: str | None = None,
+    over: Worn | None = None,
     is_timed: bool = True,
 ) -> list[Run]:
     """Train the weights of a method, save them and time decoding with them.
@@ -42,7 +43,7 @@ def train_beside(
             in ``<out>/run``.
         report: receives progress.
         answers: text of the decoder's own that another run had written, and that is learnt from instead of prompts.
-        over: version of the LoRA that the decoder wears (``over_lora.py``); a run goes on over the same alone.
+        over: the LoRA that the decoder wears (``over_lora.py``); a run goes on over the same alone.
         is_timed: whether decoding is timed afterwards; otherwise there are no timings.
 
     Returns:
