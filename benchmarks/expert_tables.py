@@ -25,6 +25,7 @@ def headline(path: Path) -> str:
     report = json.loads(path.read_text(encoding="utf-8"))
     runs = [{row["policy"]: row for row in run["policies"]} for run in report["runs"]]
     shares = " and ".join(f"{run['share']:.0%}" for run in report["runs"])
+    machine = captions.machine(report["provenance"], None, report["settings"]["threads"])
 
     def gains(policy: str, key: str = "over_lru") -> str:
         return " and ".join(f"{rows[policy][key]:.2f}x" for rows in runs)
@@ -38,7 +39,7 @@ def headline(path: Path) -> str:
         f"{gains('ahead', 'over_on_demand')} and {gains('accelerated', 'over_on_demand')}, beside the oracle "
         f"{_of_oracle(runs, 'ahead')} and {_of_oracle(runs, 'accelerated')}; 1.25 beside LRU, 2.5 beside no cache "
         "and .85 of "
-        f"the oracle were asked for. Measured {captions.tree(report['provenance'])}."
+        f"the oracle were asked for. Measured on {machine}."
     )
 
 

@@ -102,10 +102,11 @@ def test_the_headline_has_the_residuals_own_gain_in_the_same_sentence(tmp_path: 
     ]
     path = tmp_path / "paced.json"
     assert headline(path) == "No run is committed yet."
-    report = {"runs": [{"share": 0.5, "policies": rows}], "provenance": {"commit": "abc+changes"}}
+    origin = {"cpu": "a processor", "num_threads": 2, "commit": "abc+changes"}
+    report = {"runs": [{"share": 0.5, "policies": rows}], "settings": {"threads": 1}, "provenance": origin}
     path.write_text(json.dumps(report))
     sentence = headline(path).split(". ")[0]
     assert sentence.startswith("On a stand-in device")
     assert "`ahead` is 1.45x as fast as LRU" in sentence
     assert "no accelerated residual in it (`rate: null`), and the accelerated residual itself gives 1.33x" in sentence
-    assert "from a tree with uncommitted changes" in headline(path)
+    assert "Measured on a processor, 1 thread, **from a tree with uncommitted changes**" in headline(path)

@@ -137,3 +137,14 @@ def test_a_base_without_some_neurons_is_refused(dense: Path, tmp_path: Path) -> 
         pytest.raises(UnsupportedError, match="convert the model with layout layers"),
     ):
         gradient(engine)
+
+
+def test_foresight_is_timed_where_experts_are_read(mixture: Path, tmp_path: Path) -> None:
+    """Beside experts in memory it costs and gains nothing, so the training says where it gains instead."""
+    notes: list[str] = []
+    engine = vivace.load(mixture, kernels="torch")
+    assert train_beside(FORESIGHT, engine, WORDS, tmp_path / "whole", Lines(notes.append)) == []
+    assert "they load experts ahead of time from a store: vivace convert STORE --store" in notes[-1]
+    with stored(mixture, tmp_path, 0.8) as read:
+        runs = train_beside(FORESIGHT, read, WORDS, tmp_path / "read", Lines(notes.append))
+    assert [run.method for run in runs] == ["plain", "foresight"]

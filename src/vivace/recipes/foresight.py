@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
-from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
+from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainContext, TrainedAdapter
 from vivace.storage.experts.foresight.config import ForesightConfig, ForesightLoss, ForesightPlan
 from vivace.storage.experts.foresight.objective import ForesightObjective
 from vivace.storage.experts.foresight.weights import Foresight
@@ -40,3 +41,11 @@ class ForesightTraining(Trainable):
     def finish(self) -> TrainedAdapter:
         """Return the trained weights."""
         return TrainedAdapter(self.recipe.plan, self.recipe.adapter, self.foresight.tensors())
+
+    def save(self, out: Path, base: str) -> SavedTraining:
+        """Write the weights. Beside experts in memory they are not timed, since nothing is left to load ahead."""
+        saved = super().save(out, base)
+        if self.context.engine.storage is not None:
+            return saved
+        note = "; they load experts ahead of time from a store: vivace convert STORE --store, then --memory SIZE"
+        return replace(saved, method=None, load=None, note=saved.note + note)
