@@ -26,7 +26,7 @@ from vivace.evaluate.systems import MethodSystem
 from vivace.prompts import Prompt
 from vivace.recipes.answers import AnswersFile
 from vivace.recipes.own_text import Budget, own_text, written_before
-from vivace.recipes.regenerate import Worn, as_it_decodes, regenerated
+from vivace.recipes.regenerate import OverLora, as_it_decodes, regenerated
 from vivace.train.batches import DataSplit
 from vivace.train.config import LoopConfig
 from vivace.train.data import (
@@ -243,7 +243,7 @@ class TrainContext:
     """Folder of the run's snapshots, for those of trainings that ``begin`` makes before it."""
     answers: AnswersFile | None = None
     """The file that all rows come from; None where they are the data's, or the base's own text of this run."""
-    over: Worn | None = None
+    over: OverLora | None = None
     """The LoRA that the decoder wears; None for the base as it is."""
 
     @staticmethod
@@ -254,7 +254,7 @@ class TrainContext:
         out: Path,
         report: Report,
         answers: AnswersFile | None = None,
-        over: Worn | None = None,
+        over: OverLora | None = None,
     ) -> TrainContext:
         """Shuffle the rows and divide them into rows to train on, held-back rows and calibration rows.
 
@@ -379,7 +379,7 @@ class TrainContext:
 
 
 def _pairs(
-    recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report, over: Worn | None
+    recipe: FrozenRecipe, engine: Engine, prompts: Sequence[Prompt], out: Path, report: Report, over: OverLora | None
 ) -> list[Pair]:
     if recipe.own_tokens:
         return _own_pairs(recipe, engine, prompts, out / "run", report)

@@ -16,7 +16,7 @@ from vivace.engine import Engine
 from vivace.errors import ConfigError, NotFoundError, UnsupportedError
 from vivace.methods.table import METHODS
 from vivace.recipes.frozen import FrozenRecipe
-from vivace.recipes.regenerate import Worn
+from vivace.recipes.regenerate import OverLora
 
 
 def check_over_lora(recipe: object, folder: Path, *, has_data: bool) -> None:
@@ -37,7 +37,7 @@ def check_over_lora(recipe: object, folder: Path, *, has_data: bool) -> None:
         )
 
 
-def wear(engine: Engine, folder: Path) -> Worn:
+def wear(engine: Engine, folder: Path) -> OverLora:
     """Make an engine's model the adapted one, for good, and return the LoRA.
 
     Raises:
@@ -48,4 +48,4 @@ def wear(engine: Engine, folder: Path) -> Worn:
         raise UnsupportedError(f"this model takes no LoRA: {reason}")
     read = load_lora(folder, table_of(engine.folder, engine.model), base_hash(engine.folder))
     merge_into(engine.model, read.factors)
-    return Worn(folder, version_of(folder))
+    return OverLora(folder, version_of(folder))

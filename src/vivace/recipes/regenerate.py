@@ -26,7 +26,7 @@ WORN = "worn"
 
 
 @dataclass(frozen=True)
-class Worn:
+class OverLora:
     """A LoRA that a frozen decoder wears while weights are trained beside it (``over_lora.py``)."""
 
     folder: Path
@@ -44,7 +44,7 @@ def decodes_apart(device: torch.device) -> bool:
     return choose(device=device).body is not None
 
 
-def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None, over: Worn | None = None) -> Engine:
+def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None, over: OverLora | None = None) -> Engine:
     """Return the same decoder on the kernels that decode fastest, with weights of methods by name, and what it wears.
 
     While training it runs on PyTorch's kernels. Where the fastest leave weights as they are, as graphs on a GPU do, it
@@ -71,7 +71,7 @@ def as_it_decodes(engine: Engine, adapters: Mapping[str, Path] | None = None, ov
 
 
 def regenerated(
-    engine: Engine, prompts: Sequence[str], path: Path, note: Callable[[str], None], over: Worn | None = None
+    engine: Engine, prompts: Sequence[str], path: Path, note: Callable[[str], None], over: OverLora | None = None
 ) -> list[Pair]:
     """Generate greedy answers, appending them to a file so that a killed run continues after the last one.
 

@@ -15,7 +15,7 @@ from vivace.kernels.heap import keep_little
 from vivace.prompts import Prompt
 from vivace.recipes.answers import AnswersFile
 from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainContext
-from vivace.recipes.regenerate import Worn
+from vivace.recipes.regenerate import OverLora
 from vivace.train.config import TrainConfig
 from vivace.train.distillation import SharedPasses
 from vivace.train.loop import Training, fit, fit_in_turn
@@ -30,7 +30,7 @@ def train_beside(
     report: Report,
     *,
     answers: AnswersFile | None = None,
-    over: Worn | None = None,
+    over: OverLora | None = None,
     is_timed: bool = True,
 ) -> list[Run]:
     """Train the weights of a method, save them and time decoding with them.
