@@ -24,13 +24,12 @@ from typing import Any
 import vivace
 from benchmarks import captions
 from benchmarks.in_turn import learn_in_turn
-from benchmarks.named import Named
 from benchmarks.result_files import tables_of, write_report
 from benchmarks.rivals import require_steps
 from tools.blocks import table
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.decode.shallow import DraftPlan
-from vivace.evaluate.benchmark import Record, run_benchmark, summarise
+from vivace.evaluate.benchmark import Named, Record, run_benchmark, summarise
 from vivace.evaluate.bootstrap import paired_bootstrap, ratio_of_sums
 from vivace.evaluate.others import watched_others
 from vivace.evaluate.provenance import provenance

@@ -21,9 +21,8 @@ import torch
 
 import vivace
 from benchmarks.chat_drafts import answered, report_of
-from benchmarks.named import Named
 from benchmarks.result_files import write_report
-from vivace.evaluate.benchmark import BenchmarkPrompt, System
+from vivace.evaluate.benchmark import BenchmarkPrompt, Named, System
 from vivace.evaluate.peers import TransformersPeer
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.roofline import pass_bytes, read_bandwidth

@@ -30,11 +30,10 @@ from typing import Any
 import torch
 
 import vivace
-from benchmarks.named import Named
 from benchmarks.result_files import write_report
 from vivace.checkpoint.widen import widen_checkpoint
 from vivace.engine import SHIPPED, Engine
-from vivace.evaluate.benchmark import BenchmarkPrompt, Record, run_benchmark, summarise
+from vivace.evaluate.benchmark import BenchmarkPrompt, Named, Record, run_benchmark, summarise
 from vivace.evaluate.llamacpp import LLAMA_CPP, LlamaCppPeer, llama_cpp_passes
 from vivace.evaluate.peers import peer_systems
 from vivace.evaluate.provenance import provenance

@@ -20,14 +20,13 @@ from typing import Any, TypeVar
 
 import vivace
 from benchmarks import rivals_own
-from benchmarks.named import Named
 from benchmarks.rivals_table import tables
 from vivace.checkpoint.files import OWN_DRAFT
 from vivace.cli.app import run
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.decode.shallow import DraftPlan
 from vivace.engine import Engine
-from vivace.evaluate.benchmark import Record, run_benchmark, summarise
+from vivace.evaluate.benchmark import Named, Record, run_benchmark, summarise
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import score
 from vivace.evaluate.step_layers import layers_of_step

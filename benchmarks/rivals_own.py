@@ -26,12 +26,11 @@ import vivace
 from benchmarks import captions
 from benchmarks.chat_drafts import answered, means, report_of
 from benchmarks.in_turn import learn_in_turn
-from benchmarks.named import Named
 from benchmarks.result_files import NO_RUN, read_named
 from tools.blocks import table
 from vivace.decode.shallow import DraftPlan
 from vivace.engine import Engine
-from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
+from vivace.evaluate.benchmark import BenchmarkPrompt, Named, run_benchmark, summarise
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.systems import MethodSystem
 from vivace.methods.composition import plan_of

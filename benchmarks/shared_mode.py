@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import vivace
-from benchmarks.named import Named
 from benchmarks.result_files import write_report
 from benchmarks.tradeoff_measures import Judgement, judge_texts
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.engine import Engine
-from vivace.evaluate.benchmark import Record, run_benchmark, summarise
+from vivace.evaluate.benchmark import Named, Record, run_benchmark, summarise
 from vivace.evaluate.bootstrap import paired_bootstrap, ratio_of_sums
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.systems import MethodSystem

@@ -16,13 +16,12 @@ from typing import Any
 import vivace
 from benchmarks import captions
 from benchmarks.decode_tables import interval
-from benchmarks.named import Named
 from benchmarks.result_files import write_report
 from tools.blocks import table
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.decode.tree import TreePlan
 from vivace.engine import Engine
-from vivace.evaluate.benchmark import run_benchmark, summarise
+from vivace.evaluate.benchmark import Named, run_benchmark, summarise
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.systems import MethodSystem
 from vivace.methods.multistream.config import StreamPlan

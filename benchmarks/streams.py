@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import vivace
-from benchmarks.named import Named
 from benchmarks.plots import COLOURS
 from benchmarks.result_files import write_report
 from benchmarks.rivals import require_steps
@@ -23,7 +22,7 @@ from vivace.checkpoint.adapters import load_adapter
 from vivace.cli.app import run
 from vivace.cli.prompting import questions_of, read_prompts
 from vivace.engine import Engine
-from vivace.evaluate.benchmark import BenchmarkPrompt, run_benchmark, summarise
+from vivace.evaluate.benchmark import BenchmarkPrompt, Named, run_benchmark, summarise
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.systems import MethodSystem
 from vivace.methods.multistream.config import MultistreamConfig, StreamPlan

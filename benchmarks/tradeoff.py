@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from benchmarks import captions, exit_plots
-from benchmarks.named import Named
 from benchmarks.result_files import NO_RUN, read_named, write_report
 from benchmarks.rivals import ADAPTERS, WHOLE
 from benchmarks.rivals_table import ROUTERS
@@ -33,7 +32,7 @@ from vivace.decode.depth import Depth, EarlyExit, ExitThresholds
 from vivace.decode.plain import NoDrafts
 from vivace.decode.shallow import ShallowDrafter
 from vivace.engine import Engine, load
-from vivace.evaluate.benchmark import BenchmarkPrompt, Record, run_benchmark, summarise
+from vivace.evaluate.benchmark import BenchmarkPrompt, Named, Record, run_benchmark, summarise
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.roofline import pass_bytes
 from vivace.evaluate.systems import MethodSystem

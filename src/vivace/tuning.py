@@ -17,7 +17,7 @@ from vivace.checkpoint.adapters import base_hash, load_adapter, replace_plan, sa
 from vivace.checkpoint.draft_vocabulary import has_vocabulary, ranked, save_vocabulary
 from vivace.engine import Engine
 from vivace.errors import ConfigError
-from vivace.evaluate.benchmark import BenchmarkPrompt, Run, Trial, run_benchmark, summarise
+from vivace.evaluate.benchmark import BenchmarkPrompt, Named, Run, run_benchmark, summarise
 from vivace.evaluate.systems import MethodSystem
 from vivace.methods.composition import stored_of
 from vivace.methods.spec import Plan
@@ -39,18 +39,6 @@ class TunedPlan:
     plan: Plan
     run: Run
     num_prompts: int
-
-
-@dataclass(frozen=True)
-class _Player:
-    """A method with one plan as a system in a benchmark."""
-
-    name: str
-    system: MethodSystem
-
-    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
-        """Answer some prompts together."""
-        return self.system.answer(batch)
 
 
 def tuned_methods() -> list[str]:
@@ -172,7 +160,7 @@ def search(
     if not plans or not questions:
         raise ConfigError(f"a search needs a plan and a prompt, found {len(plans)} plans and {len(questions)} prompts")
     plain = MethodSystem(BASELINE, engine, max_new_tokens)
-    players = {plan: _Player(plan.label, MethodSystem(method, planned(engine, plan), max_new_tokens)) for plan in plans}
+    players = {plan: Named(plan.label, MethodSystem(method, planned(engine, plan), max_new_tokens)) for plan in plans}
     left, count, gone = list(players), _FIRST_PROMPTS, list[TunedPlan]()
     while True:
         last = len(left) <= FINALISTS

@@ -264,12 +264,10 @@ def without_twin(
     places = {"": resolve(source) / "adapters"} | {
         f"{name}/{DRAFTING}/": lora / DRAFTING for name, lora in (loras or {}).items()
     }
-    return tuple(
-        prefix + path.name
-        for prefix, place in places.items()
-        for path in _adapters(place)
-        if path not in _with_twin(place, twins)
-    )
+    left_out = {
+        prefix: sorted({*_adapters(place)}.difference(_with_twin(place, twins))) for prefix, place in places.items()
+    }
+    return tuple(prefix + path.name for prefix, paths in left_out.items() for path in paths)
 
 
 def _with_twin(place: Path, twins: Mapping[str, AdapterTwin]) -> list[Path]:

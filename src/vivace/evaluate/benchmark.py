@@ -81,6 +81,18 @@ class System(Protocol):
         """Answer one batch with greedy decoding."""
 
 
+@dataclass(frozen=True)
+class Named:
+    """A system under a name of its own, such as one method with several drafts or in several formats."""
+
+    name: str
+    system: System
+
+    def answer(self, batch: Sequence[BenchmarkPrompt]) -> Trial:
+        """Answer one batch."""
+        return self.system.answer(batch)
+
+
 @dataclass
 class Record:
     """All trials of one system: ``trials[batch][repeat]``."""

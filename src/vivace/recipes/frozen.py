@@ -57,6 +57,8 @@ OWN_HELD_BACK = 8
 """At most one of so many rows of the base's own text is held back."""
 OWN_TEXT = "own.jsonl"
 """Name of the file of the base's own text, beside the snapshots of the run."""
+ZERO = "zero"
+"""What weights begin with that change nothing at first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,7 @@ from vivace.checkpoint.peft import load_lora, save_lora
 from vivace.core.low_rank import PROJECTIONS, Shape, Site, site_shapes
 from vivace.core.model import Decoder
 from vivace.errors import ConfigError, UnsupportedError, nearest
-from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainContext, TrainedAdapter
-
-ZERO = "zero"
-"""What a LoRA begins with that begins with the base."""
+from vivace.recipes.frozen import ZERO, FrozenRecipe, SavedTraining, Trainable, TrainContext, TrainedAdapter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,10 @@ from vivace.methods.multirate.objective import MultirateLoss, MultirateObjective
 from vivace.methods.multirate.reach import copying_layers
 from vivace.methods.multirate.residual import Accelerator
 from vivace.recipes.exit_search import search_exit
-from vivace.recipes.frozen import FrozenRecipe, Trainable, TrainContext, TrainedAdapter
+from vivace.recipes.frozen import ZERO, FrozenRecipe, Trainable, TrainContext, TrainedAdapter
 
-ZERO, BASE = "zero", "base"
-"""Words for what a training begins with."""
+BASE = "base"
+"""Word for beginning with the weights that the base has already."""
 PROBED = 8
 """Number of held-back batches in which layers that copy from the text are searched for."""
 
@@ -96,9 +96,8 @@ class MultirateRecipe(FrozenRecipe):
         engine = context.engine
         folder = engine.folder / "adapters" / self.kind if self.init == BASE else Path(self.init)
         written, tensors = read_adapter(self.kind, folder, base_hash(engine.folder))
-        config = trained(folder, written, tensors, engine.model.config)[0].config
-        accelerator = Accelerator(config, engine.model.config)
-        accelerator.load_state_dict(tensors, strict=False)  # files have no tensors that nothing uses
+        accelerator: Accelerator = trained(folder, written, tensors, engine.model.config)[0].requires_grad_()
+        config = accelerator.config
         shape = f"exit layer {config.exit_layer}, rank {config.rank}, bottleneck {config.bottleneck}"
         context.report.note(f"begins with {folder} and its shape: {shape}")
         return AcceleratorTraining(self, context, accelerator.to(engine.model.device))
