@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import vivace
@@ -54,6 +55,19 @@ def test_the_least_recently_used_leaves(base: Path, loras: dict[str, Path]) -> N
     assert engine.generate("x", adapter="a", **PLAIN)[0].token_ids == first
     assert registry.num_bytes <= (registry.max_bytes or 0)
     assert (registry.num_loads, registry.num_evicted) == (7, 5)
+
+
+def test_one_that_comes_back_takes_few_pieces_of_memory(base: Path, loras: dict[str, Path]) -> None:
+    """A few pieces are given back whole; one for each matrix would leave gaps behind."""
+    registry = open_registry(base, loras, room=1.5).adapters
+    factors = registry.pinned(registry.find("a")).deltas(torch.zeros(1, dtype=torch.int64))
+    assert registry.resident == ["a"]
+    shapes = {up.shape for up in factors.up.values()}
+    assert len(shapes) < len(factors.up)
+    held = [*factors.down.values(), *factors.up.values()]
+    assert len({each.untyped_storage().data_ptr() for each in held}) == 1
+    for _, packed in (factors.kept or {}).values():
+        assert len({each.untyped_storage().data_ptr() for each in packed[1::2]}) == len(shapes)
 
 
 def session_of(engine: Engine, *names: str | None) -> tuple[Session, list[Request]]:
@@ -123,9 +137,9 @@ def test_two_threads_cannot_take_one_name(base: Path, loras: dict[str, Path], mo
     registry = vivace.load(base, dtype="bfloat16").adapters
     both, read = threading.Barrier(2, timeout=20), registry_module.lora_factors
 
-    def slow(*given: Any) -> Any:
+    def slow(*given: Any, **named: Any) -> Any:
         both.wait()  # both threads have found the name free
-        return read(*given)
+        return read(*given, **named)
 
     monkeypatch.setattr(registry_module, "lora_factors", slow)
     with ThreadPoolExecutor(2) as pool:
@@ -145,7 +159,7 @@ def test_files_that_cannot_be_read_again_end_their_request_alone(
     session, requests = session_of(engine, "d", "a")
     numbers = [session.admit(requests[0])]
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(registry_module, "lora_factors", fail)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.core.decoders import BASE
 from vivace.core.config import ModelConfig
-from vivace.core.low_rank import PROJECTIONS, LowRank, random_factor, site_shapes
+from vivace.core.low_rank import PROJECTIONS, FixedFactors, LowRank, random_factor, site_shapes
 
 MODEL = ModelConfig(**BASE)  # type: ignore[arg-type]
 RANKS = {"q": 3, "k": 0, "o": 2, "mlp": 5}
@@ -93,3 +93,17 @@ def test_a_random_factor_is_as_wide_as_a_linear_layers(rank: int) -> None:
     factor = random_factor(rank, 200)
     assert factor.shape == (rank, 200)
     assert bound * 0.8 < float(factor.abs().max()) <= bound
+
+
+def test_fixed_factors_lie_in_one_piece_of_memory() -> None:
+    """Also a down factor that three sites share, which is held once."""
+    shared, ups = torch.randn(2, 8), [torch.randn(6, 2), torch.randn(4, 2), torch.randn(6, 2)]
+    factors = {(0, name): (shared, up) for name, up in zip("qkv", ups, strict=True)}
+    factors[1, "o"] = (torch.randn(3, 5).t().contiguous().t(), torch.randn(9, 3))
+    held = FixedFactors(factors, dtype=torch.bfloat16)
+    parts = [*held.down.values(), *held.up.values()]
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    assert held.nbytes == 2 * (16 + 12 + 8 + 12 + 15 + 27) == parts[0].untyped_storage().nbytes()
+    for site, (down, up) in factors.items():
+        assert torch.equal(held.down[site], down[None].bfloat16())
+        assert torch.equal(held.up[site], up[None].bfloat16())

@@ -188,3 +188,13 @@ def attention_is_exact(
 
 def test_attention(body: NativeBody) -> None:
     attention_is_exact(body)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(2, 1, 16, 2), (3, 2, 17, 5)])
+def test_several_matrices_are_packed_as_each_is(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    weights = normal(*shape)
+    packed = pack(weights, dtype)
+    for first in range(shape[0]):
+        for second in range(shape[1]):
+            assert torch.equal(packed[first, second], pack(weights[first, second], dtype))

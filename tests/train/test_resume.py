@@ -139,6 +139,25 @@ def test_what_is_no_state_is_one_line(tmp_path: Path, found: bytes | dict[str, o
         load_snapshot(tmp_path, Stub(), Counting(), "plan")
 
 
+def test_no_flipped_bit_is_taken_for_a_weight(tmp_path: Path) -> None:
+    """Of every third byte one bit: what is read is what was written, or the file is refused in one line."""
+    path, content = tmp_path / STATE, {"step": 7, "weight": torch.arange(12.0), "plan": "plan"}
+    write_state(path, content)
+    whole, num_refused = path.read_bytes(), 0
+    for place in range(0, len(whole), 3):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        try:
+            found = read_state(path)
+        except CorruptError:
+            num_refused += 1
+        else:
+            assert torch.equal(found.pop("weight"), content["weight"])
+            assert found == {"step": 7, "plan": "plan"}
+    assert num_refused > len(whole) / 12
+
+
 def test_a_plan_is_any_text(tmp_path: Path) -> None:
     save_snapshot(tmp_path, TrainProgress(), {}, Counting(), "3")
     with pytest.raises(MismatchError, match="another recipe"):

@@ -49,7 +49,9 @@ def why_no_lora(model: Decoder) -> str | None:
     return None
 
 
-def lora_factors(folder: Path, table: ModuleTable, model: Decoder, base: str) -> tuple[FixedFactors, str | None]:
+def lora_factors(
+    folder: Path, table: ModuleTable, model: Decoder, base: str, *, is_known: bool = False
+) -> tuple[FixedFactors, str | None]:
     """Read a LoRA for a model.
 
     Args:
@@ -57,6 +59,7 @@ def lora_factors(folder: Path, table: ModuleTable, model: Decoder, base: str) ->
         table: the model's matrices.
         model: for whose rows it is.
         base: ``base_hash`` of the model's checkpoint.
+        is_known: whether the same files were read before, so that their numbers need not be looked at again.
 
     Returns:
         The factors in the model's precision, and the base's hash as the file has it; None where it has none.
@@ -67,12 +70,8 @@ def lora_factors(folder: Path, table: ModuleTable, model: Decoder, base: str) ->
     """
     if (reason := why_no_lora(model)) is not None:
         raise UnsupportedError(f"this model takes no LoRA: {reason}")
-    read = load_lora(folder, table, base)
-    cast = {
-        site: (down.to(model.device, model.dtype), up.to(model.device, model.dtype))
-        for site, (down, up) in read.factors.items()
-    }
-    return FixedFactors(cast), read.base
+    read = load_lora(folder, table, base, is_known=is_known)
+    return FixedFactors(read.factors, model.device, model.dtype), read.base
 
 
 def draft_weights_of(folder: Path) -> list[Path]:

@@ -382,10 +382,10 @@ class Registry:
         return known.factors
 
     def _read(self, known: Known) -> FixedFactors:
-        """Read the factors of an adapter again, and lay them out; they are hashed only if their stamps differ."""
+        """Read the factors of an adapter again, and lay them out; files are hashed only if their stamps differ."""
         if stamp_of(known.folder) != known.stamp and version_of(known.folder) != known.version:
             raise MismatchError(f"{known.folder} was changed while it was in use; unload it and load it again")
-        factors, _ = lora_factors(known.folder, self._table, self._model, self._hash)
+        factors, _ = lora_factors(known.folder, self._table, self._model, self._hash, is_known=True)
         self._laid_out(factors)
         return factors
 

@@ -117,7 +117,9 @@ class Lora:
     settings: LoraSettings
 
 
-def load_lora(folder: str | Path, table: ModuleTable, expected_base: str | None = None) -> Lora:
+def load_lora(
+    folder: str | Path, table: ModuleTable, expected_base: str | None = None, *, is_known: bool = False
+) -> Lora:
     """Read a LoRA.
 
     Args:
@@ -125,6 +127,7 @@ def load_lora(folder: str | Path, table: ModuleTable, expected_base: str | None 
         table: the matrices of the model that it is for.
         expected_base: ``base_hash`` of that model; a file that names another is refused, one that names none is checked
             by names and shapes alone.
+        is_known: whether the same files were read before, so that their numbers need not be looked at again.
 
     Raises:
         NotFoundError: there is no such folder or file.
@@ -140,7 +143,7 @@ def load_lora(folder: str | Path, table: ModuleTable, expected_base: str | None 
     factors: dict[Site, tuple[Tensor, Tensor]] = {}
     for name, found in pairs.items():
         module = table.modules[table.stem(name)]
-        down, up = checked(found, module, settings.rank_of(name), place)
+        down, up = checked(found, module, settings.rank_of(name), place, is_known=is_known)
         up = up * settings.scale_of(name)
         factors.update({site: (down, up[first:stop]) for site, first, stop in module.sites})
     if not factors:
@@ -225,8 +228,10 @@ def _spelt(targets: Sequence[str] | str) -> str:
     return targets if isinstance(targets, str) else summary(list(targets))
 
 
-def checked(pair: Mapping[str, Tensor], module: Module, rank: int, place: Path) -> tuple[Tensor, Tensor]:
-    """Return the two factors of a module in float32.
+def checked(
+    pair: Mapping[str, Tensor], module: Module, rank: int, place: Path, *, is_known: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the two factors of a module in float32; of a file that is known their numbers are not looked at.
 
     Raises:
         CorruptError: one is missing or has numbers that are not finite.
@@ -240,7 +245,8 @@ def checked(pair: Mapping[str, Tensor], module: Module, rank: int, place: Path) 
                 f"{place}: lora_{name} of {module.stem} is {list(pair[name].shape)}, expected {list(shape)} for this "
                 "model; it is of another base, or its rank is not the one its configuration says"
             )
-    require_finite({name: pair[name] for name in "AB"}, module.stem, place)
+    if not is_known:
+        require_finite({name: pair[name] for name in "AB"}, module.stem, place)
     return pair["A"].float(), pair["B"].float()
 
 

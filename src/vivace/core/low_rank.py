@@ -185,10 +185,29 @@ class Adapter(NamedTuple):
 class FixedFactors:
     """Fills ``DeltaBank``: one adapter whose factors never change, so that a backend lays them out once."""
 
-    def __init__(self, factors: Mapping[Site, tuple[Tensor, Tensor]]) -> None:
-        """Hold factors: down (rank, in) and up (out, rank), the scale folded in, of every site."""
-        self.down = {site: down[None].contiguous() for site, (down, _) in factors.items()}
-        self.up = {site: up[None].contiguous() for site, (_, up) in factors.items()}
+    def __init__(
+        self,
+        factors: Mapping[Site, tuple[Tensor, Tensor]],
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Copy factors into one piece of memory, so that adapters which come and go leave no gaps behind.
+
+        Args:
+            factors: down (rank, in) and up (out, rank), the scale folded in, of every site; a down factor that several
+                sites share is held once.
+            device: where they are held; None is where the first one is.
+            dtype: in which; None is that of the first one.
+        """
+        parts = {id(part): part for pair in factors.values() for part in pair}
+        sizes = [part.numel() for part in parts.values()]
+        first = next(iter(parts.values()), torch.empty(0))
+        memory = torch.empty(sum(sizes), device=device or first.device, dtype=dtype or first.dtype)
+        held = dict(zip(parts, memory.split(sizes), strict=True))
+        for number, part in parts.items():
+            held[number] = held[number].view(1, *part.shape).copy_(part)
+        self.down = {site: held[id(down)] for site, (down, _) in factors.items()}
+        self.up = {site: held[id(up)] for site, (_, up) in factors.items()}
         self._kept: dict[object, Any] = {}
 
     @property

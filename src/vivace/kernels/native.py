@@ -60,20 +60,20 @@ _Q4_TABLE = torch.tensor(TABLE, dtype=torch.int8)
 
 
 def pack(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Arrange a matrix in tiles, (out, in) -> (ceil(out / 16), ceil(in / 2), 16, 2), padded with zeros.
+    """Arrange matrices in tiles, (..., out, in) -> (..., ceil(out / 16), ceil(in / 2), 16, 2), padded with zeros.
 
     A step of a tile has two inputs of each of sixteen outputs, the operand of one bfloat16 dot-product instruction.
     Where products are computed in float32, a step is (2, 16): the outputs of one input are an operand.
 
     Args:
-        weight: (out, in).
+        weight: (..., out, in).
         dtype: of the rows that are to be multiplied; None is the weight's.
     """
-    out_width, in_width = weight.shape
+    *several, out_width, in_width = weight.shape
     padded = F.pad(weight, (0, in_width % 2, 0, -out_width % LANES))
-    split = padded.reshape(-1, LANES, padded.shape[1] // 2, 2)
+    split = padded.reshape(*several, -1, LANES, padded.shape[-1] // 2, 2)
     by_input = (dtype or weight.dtype) == torch.float32
-    return (split.permute(0, 2, 3, 1) if by_input else split.transpose(1, 2)).contiguous()
+    return (split.movedim(-3, -1) if by_input else split.transpose(-3, -2)).contiguous()
 
 
 def narrowed(weight: Tensor) -> Tensor:

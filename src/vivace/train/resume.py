@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -139,9 +140,12 @@ def read_state(path: Path) -> dict[str, Any]:
     """Read a file that ``write_state`` wrote, without executing any code in it.
 
     Raises:
-        CorruptError: the file is truncated, or is no training state.
+        CorruptError: the file is truncated, has other bits than were written, or is no training state.
     """
     try:
+        with zipfile.ZipFile(path) as written:  # torch writes checksums and does not read them
+            if (damaged := written.testzip()) is not None:
+                raise zipfile.BadZipFile(f"the checksum of {damaged} is not that of its bytes")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except MemoryError:
         raise

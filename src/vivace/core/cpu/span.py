@@ -24,7 +24,7 @@ from vivace.core.cache import KVCache
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.packed import NativeNorm, PackedFeedForward, PackedMixture
 from vivace.core.cpu.quantized import is_rounded, quantized_copy, tell_rounding
-from vivace.core.low_rank import FixedFactors, LowRankDeltas
+from vivace.core.low_rank import FixedFactors, LowRankDeltas, Site
 from vivace.core.moe import ResidentExperts
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
@@ -280,13 +280,13 @@ class NativeSpan:
         if deltas.kept is not None and key in deltas.kept:
             known: tuple[Tensor, object] = deltas.kept[key]
             return known
+        ups = {key: up for key, up in deltas.up.items() if key[1] in SITES}
+        is_fixed = deltas.kept is not None
+        packs = _packed_together(ups) if is_fixed else {key: self._pack_up(up) for key, up in ups.items()}
         kept: list[Tensor] = []
         rows: list[tuple[int, ...]] = []
-        for (layer, site), down in deltas.down.items():
-            if site not in SITES:
-                continue
-            up = deltas.up[layer, site]
-            packed = self._pack_up(up)
+        for (layer, site), packed in packs.items():
+            down, up = deltas.down[layer, site], deltas.up[layer, site]
             kept += [down, packed]
             addresses = (down.data_ptr(), packed.data_ptr(), 0)
             rows.append((layer, SITES[site], down.shape[1], down.shape[2], up.shape[1], *addresses))
@@ -301,9 +301,20 @@ class NativeSpan:
         version = _version(up)
         found = self._packed.get(up)
         if found is None or found[0] != version:
-            found = self._packed[up] = (version, torch.stack([pack(adapter) for adapter in up.detach()]))
+            found = self._packed[up] = (version, pack(up.detach()))
         packed: Tensor = found[1]
         return packed
+
+
+def _packed_together(ups: Mapping[Site, Tensor]) -> dict[Site, Tensor]:
+    """Pack up factors (A, out, rank) that stay as they are, those of one shape in one piece of memory."""
+    of_shape: dict[torch.Size, list[Site]] = {}
+    for site, up in ups.items():
+        of_shape.setdefault(up.shape, []).append(site)
+    found: dict[Site, Tensor] = {}
+    for sites in of_shape.values():
+        found |= zip(sites, pack(torch.stack([ups[site] for site in sites])), strict=True)
+    return found
 
 
 class MixtureSpan(NativeSpan):
