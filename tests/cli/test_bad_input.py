@@ -123,9 +123,9 @@ WRONG: Mapping[str, tuple[Sequence[str], int, str]] = {
         "a prompt of 254 tokens; this model can be measured with 2 to 236, and 20 behind them",
     ),
     "bench of no lengths": (
-        ("bench", "prefill", "--model", "tiny", "--lengths", "1k"),
+        ("bench", "prefill", "--model", "tiny", "--lengths", "1m"),
         USAGE,
-        "expected numbers with commas between them",
+        "--lengths has '1m'; write numbers from 1 on with commas, such as 512,2k",
     ),
     "bench without a full reading": (
         ("bench", "prefill", "--model", "tiny", "--lengths", "100", "--prefills", "lazy"),

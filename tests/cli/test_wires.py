@@ -53,7 +53,8 @@ def test_a_calibration_is_made_and_compared(tmp_path: Path, capsys: pytest.Captu
     for flags, told in (
         (["--ranks", "2", "--simulate", "--tasks", "none.jsonl"], "leave out one of them"),
         (["--ranks", "2"], "give --simulate"),
-        (["--ranks", "two", "--simulate"], "--wire needs forms, numbers of ranks and a text"),
+        (["--ranks", "two", "--simulate"], "--ranks has 'two'; write numbers from 2 on"),
+        (["--simulate"], "--wire needs forms, numbers of ranks and a text"),
         (["--ranks", "4", "--simulate"], "vivace train lowbit ranks=4"),
         (["--ranks", "99", "--simulate"], "simulated ranks are 2 to 16, found 99"),
     ):

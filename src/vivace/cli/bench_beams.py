@@ -12,7 +12,7 @@ from vivace.cli.bench import write_report
 from vivace.cli.bench_parallel import app as app
 from vivace.cli.console import console
 from vivace.cli.loading import open_engine
-from vivace.cli.prompting import Prompts, read_prompts, split_names
+from vivace.cli.prompting import Prompts, read_prompts, split_names, split_numbers
 from vivace.errors import ConfigError
 from vivace.units import format_bytes
 
@@ -49,7 +49,7 @@ def beams(
     json_file: options.ReportFile = None,
 ) -> None:
     """Measure beam search. Speeds are of the median round, encoders and prompts included, tokenizers not."""
-    sizes = _numbers(batches)
+    sizes = split_numbers(batches, "--batches")
     names = [] if peers == "none" else split_names(peers)
     from vivace.evaluate.beams import EL, OURS, check_peers, measure_beams, shares_of
     from vivace.evaluate.ctranslate2 import Search
@@ -113,15 +113,3 @@ def beams(
             other = f"{row.num_different}/{len(ids)}"
             lines.append([str(size), row.system, row.dtype, *speeds, ratio, other, *taken, shares_of(row.parts_s)])
     console.table(f"{num_beams} beams, at most {max_new_tokens} tokens, {threads} threads", columns, lines)
-
-
-def _numbers(text: str) -> list[int]:
-    """Read positive numbers with commas between them.
-
-    Raises:
-        ConfigError: there is something else.
-    """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise ConfigError(f"--batches takes positive numbers with commas, such as 1,8; found {text!r}")
-    return [int(word) for word in words]

@@ -15,7 +15,7 @@ from vivace.cli.bench import write_report
 from vivace.cli.bench_palette import app as app
 from vivace.cli.console import console
 from vivace.cli.first_token import SPACE, prompt_of
-from vivace.cli.prompting import Prompts, read_prompts, split_names
+from vivace.cli.prompting import Prompts, read_prompts, split_names, split_numbers
 from vivace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def parallel(
     from vivace.parallel import world as worlds
     from vivace.parallel.every import EveryLoading
 
-    names, sizes, sets = split_names(ways), sizes_of(lengths), [size for size in sizes_of(batches) if size]
+    names, sizes = split_names(ways), split_numbers(lengths, "--lengths")
+    sets = [size for size in split_numbers(batches, "--batches", least=0) if size]
     if not names:
         raise ConfigError(f"--ways names no way in {ways!r}; give one, or leave it out")
     forms = [name.partition(":")[2] or "same" for name in names if name.startswith("tensor")] or ["same"]
@@ -125,21 +126,6 @@ def works_of(config: ModelConfig) -> dict[str, list[dict[str, float]]]:
     for num_ranks in (2, 4, 8):
         with suppress(ConfigError):
             found[str(num_ranks)] = [asdict(work) for work in share_work(config, num_ranks)]
-    return found
-
-
-def sizes_of(text: str) -> list[int]:
-    """Return numbers with commas; a k behind one multiplies it by 1024.
-
-    Raises:
-        ConfigError: one is no number, or there is none.
-    """
-    found = []
-    for word in split_names(text) or [text]:
-        digits, is_kilo = word.removesuffix("k"), word.endswith("k")
-        if not digits.isdecimal():
-            raise ConfigError(f"{word!r} is no number, such as 512 or 2k")
-        found.append(int(digits) * (1024 if is_kilo else 1))
     return found
 
 

@@ -14,8 +14,7 @@ from vivace.cli.bench import write_report
 from vivace.cli.console import console
 from vivace.cli.first_token import measure_first_tokens
 from vivace.cli.loading import open_engine
-from vivace.cli.prompting import Prompts, read_prompts, split_names
-from vivace.errors import ConfigError
+from vivace.cli.prompting import Prompts, read_prompts, split_names, split_numbers
 from vivace.prefill.table import PREFILLS
 
 
@@ -39,7 +38,7 @@ def prefill(
     json_file: options.ReportFile = None,
 ) -> None:
     """Measure the time to the first token and of the answer: ways of reading take turns, medians are reported."""
-    sizes = _numbers(lengths)
+    sizes = split_numbers(lengths, "--lengths")
     names = split_names(prefills)
     texts = [str(row.request) for row in read_prompts(prompts, None)]
     engine = open_engine(model, ["plain"], load, ranks=ranks)
@@ -82,16 +81,3 @@ def prefill(
     ]
     console.table("", columns, rows)
     console.note("layer passes are those of the prompt, as a share of a full reading's; all but full is lossy")
-
-
-def _numbers(text: str) -> list[int]:
-    """Return the numbers that are written with commas between them.
-
-    Raises:
-        ConfigError: one of them is none, or there are none.
-    """
-    words = split_names(text)
-    wrong = [word for word in words if not word.isdecimal()]
-    if wrong or not words:
-        raise ConfigError(f"--lengths {text!r}: expected numbers with commas between them, such as 1000,4000")
-    return [int(word) for word in words]

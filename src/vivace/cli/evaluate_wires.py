@@ -14,7 +14,7 @@ import vivace
 from vivace.cli.console import console
 from vivace.cli.loading import open_engine
 from vivace.cli.options import LoadFlags
-from vivace.cli.prompting import split_names
+from vivace.cli.prompting import split_names, split_numbers
 from vivace.errors import ConfigError
 from vivace.prompts import load_text
 
@@ -94,14 +94,15 @@ def evaluate_wires(
         ConfigError: a flag is missing or no number.
         NotFoundError: there is no such text or calibration.
     """
-    forms, numbers = split_names(flags.wire or ""), split_names(flags.ranks or "")
+    forms = split_names(flags.wire or "")
+    numbers = split_numbers(flags.ranks, "--ranks", least=2) if flags.ranks else []
     if not flags.simulate:
         raise ConfigError("--wire compares forms on simulated ranks; give --simulate")
-    if not forms or not numbers or not all(number.isdecimal() for number in numbers) or not (flags.text or tasks):
+    if not forms or not numbers or not (flags.text or tasks):
         raise ConfigError("--wire needs forms, numbers of ranks and a text: --wire bf16,lowbit --ranks 2,4 --text FILE")
     if flags.text is not None and tasks:
         raise ConfigError("--text and --tasks are measured one at a time; leave out one of them")
-    pairs = [(form, int(number)) for number in numbers for form in forms]
+    pairs = [(form, number) for number in numbers for form in forms]
     base = open_engine(model, (), load)
     if tasks:
         _judge_wires(base, pairs, load, tasks, limit, as_json=as_json)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vivace.errors import ConfigError
 from vivace.prompts import PACKAGED, Prompt, load_prompts, packaged_prompts
 
 if TYPE_CHECKING:
@@ -42,3 +43,18 @@ def questions_of(engine: Engine, prompts: list[Prompt], *, raw: bool) -> list[Be
 def split_names(text: str) -> list[str]:
     """Split ``"plain, lookup"`` into a list of names; empty text gives an empty list."""
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def split_numbers(text: str, flag: str, *, least: int = 1) -> list[int]:
+    """Split ``"512, 2k"`` into numbers; a k behind one multiplies it by 1024.
+
+    Raises:
+        ConfigError: one is no number or below ``least``, or there is none; the message names the flag.
+    """
+    found = []
+    for word in split_names(text) or [text]:
+        digits = word.removesuffix("k")
+        if not digits.isdecimal() or int(digits) < least:
+            raise ConfigError(f"{flag} has {word!r}; write numbers from {least} on with commas, such as 512,2k")
+        found.append(int(digits) * (1024 if word.endswith("k") else 1))
+    return found

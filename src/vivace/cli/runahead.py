@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vivace
-from vivace.cli.bench_parallel import sizes_of, within
+from vivace.cli.bench_parallel import within
 from vivace.cli.console import console
 from vivace.cli.first_token import SPACE, prompt_of
 from vivace.cli.options import LoadFlags, ParallelFlags
+from vivace.cli.prompting import split_numbers
 from vivace.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def tune_runahead(
         kinds = ("--no-" if getattr(load, each.name) is False else "--" for each in idle)
         flags = ", ".join(kind + each.name.replace("_", "-") for kind, each in zip(kinds, idle, strict=True))
         raise ConfigError(f"tune runahead times the checkpoint as it is; leave out {flags}")
-    sizes = sizes_of(lengths)
+    sizes = split_numbers(lengths, "--lengths")
     _check_length(min(sizes))  # before anything is searched
     settings = {"device": load.device}
     opening = SharedLoading.of(RUNAHEAD, interface=ranks.link_interface, timeout_s=ranks.timeout, settings=settings)
