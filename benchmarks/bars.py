@@ -98,13 +98,13 @@ def _format(found: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def card(folder: Path) -> str:
-    """Return a table of the quality of the weights as stored, with a row for each file."""
+def card(folder: Path, place: str = "quality") -> str:
+    """Return a table of the quality of the weights as stored, with a row for each file of a folder of results."""
     rows = []
     for path in sorted(folder.glob("*.json")):
         report = json.loads(path.read_text(encoding="utf-8"))
         s, stored = report["setting"], next(found for found in report["weights"] if found["weights"] == "bf16")
-        where = f"{captions.machine(report['provenance'], s['kernels'])}; `benchmarks/results/quality/{path.name}`"
+        where = f"{captions.machine(report['provenance'], s['kernels'])}; `benchmarks/results/{place}/{path.name}`"
         which = "the first " if path.stem == "sql" else ""
         asked = f"{s['prompts'].removesuffix('.jsonl')}, {which}{s['num_prompts']:,}"
         for values in stored["tasks"].values():

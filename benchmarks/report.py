@@ -79,6 +79,8 @@ CARD = ROOT / "src" / "vivace" / "weights" / "vivace-14m" / "README.md"
 """Model card of the model that ships."""
 SUMMARISER = CARD.parents[1] / "vivace-2m" / "README.md"
 """Model card of the encoder-decoder that ships."""
+MIXTURE = CARD.parents[1] / "vivace-5m-moe" / "README.md"
+"""Model card of the mixture of experts that ships."""
 IMAGES = ROOT / "docs" / "images"
 
 __all__ = ["NONE_YET", "details", "read_results", "summary", "technique", "wanted"]
@@ -227,6 +229,7 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
         },
         docs / "serving.md": {"hostile": hostile_tables.tables(RESULTS / "serving" / "hostile.json")},
         CARD: {"quality": bars.card(QUALITY)},
+        MIXTURE: {"quality": bars.card(QUALITY / "moe", "quality/moe")},
         SUMMARISER: {"quality": beam_quality.tables(RESULTS / "beams" / "quality.json")},
     }
     return {path: fill_file(path, blocks) for path, blocks in parts.items()}
