@@ -13,7 +13,7 @@ from typing import Any
 from vivace.adapters.guard.untrusted import ROLE
 from vivace.errors import nearest
 from vivace.serve.api_error import APIError
-from vivace.serve.bodies import Message
+from vivace.serve.body_parts import Message
 from vivace.serve.chat_template import EVERY
 
 _EMPTY: tuple[Any, ...] = ("", [], {})

@@ -9,7 +9,8 @@ from vivace.adapters.guard.untrusted import has_untrusted, with_material
 from vivace.checkpoint.token_length import longest_token
 from vivace.engine import Engine
 from vivace.serve.api_error import APIError
-from vivace.serve.bodies import ChatBody, CompletionBody, Message
+from vivace.serve.bodies import ChatBody, CompletionBody
+from vivace.serve.body_parts import Message
 from vivace.serve.chat_template import message_fields, parsed, template_words
 from vivace.serve.long_text import LONG, decode_apart, encode_apart
 from vivace.serve.message_fields import check_fields
