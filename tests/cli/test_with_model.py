@@ -171,6 +171,17 @@ def test_demo_of_another_model_is_a_chat(cli: Cli, folder: Path) -> None:
     assert "no packaged prompt set 'chatt'; did you mean 'chat'?" in outcome.err
 
 
+def test_demo_leaves_out_what_only_loads_ahead_where_all_is_in_memory(cli: Cli, tmp_path: Path) -> None:
+    words = ("--prompts", 1, "--repeats", 1, "--json")
+    outcome = cli("demo", "--model", "vivace-5m-moe", *words)
+    assert [run["method"] for run in outcome.json["runs"]["chat"]] == ["plain", "lookup"]
+    assert "foresight is left out, since all weights are in memory: vivace convert STORE --store" in outcome.err
+    assert "nothing was trained" not in outcome.err
+    assert cli("convert", tmp_path / "store", "--store", "--model", "vivace-5m-moe").status == 0
+    report = cli("demo", "--model", tmp_path / "store", *words).json
+    assert [run["method"] for run in report["runs"]["chat"]] == ["plain", "lookup", "foresight"]
+
+
 def test_demo_shows_what_was_trained(cli: Cli, tmp_path: Path) -> None:
     folder = make_model(tmp_path, "medusa")
     runs = cli("demo", "--model", folder, "--prompts", 1, "--repeats", 1, "--json").json["runs"]["chat"]

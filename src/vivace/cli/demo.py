@@ -12,6 +12,7 @@ from vivace.cli.console import console
 from vivace.cli.loading import open_engine
 from vivace.cli.prompting import questions_of, split_names
 from vivace.errors import ConfigError, nearest
+from vivace.methods.spec import DRAFTS_NOTHING
 from vivace.methods.table import METHODS
 from vivace.prompts import PACKAGED, TASKS, packaged_prompts
 
@@ -102,7 +103,16 @@ def methods_shown(engine: Engine, *, is_shipped: bool) -> list[str]:
     if is_shipped:
         return [name for name in METHODS_SHOWN if name in ready]
     trained = [name for name in ready if METHODS[name].adapter is not None and METHODS[name].lossless]
-    if not trained:
+    idle = []
+    if engine.storage is None:  # what drafts nothing loads weights ahead of time, and all of them are here
+        idle = [name for name in trained if METHODS[name].no_length == DRAFTS_NOTHING]
+        trained = [name for name in trained if name not in idle]
+    for name in idle:
+        console.note(
+            f"{name} is left out, since all weights are in memory: vivace convert STORE --store --model "
+            f"{named_file(engine.folder)} writes what it is for"
+        )
+    if not trained and not idle:
         kind = next(name for name in DRAFTS if METHODS[name].reason_against(engine.model) is None)
         console.note(
             f"nothing was trained on this model; `vivace train {kind} --model {named_file(engine.folder)}` makes "
