@@ -107,6 +107,14 @@ def find_wire(name: str) -> Wire:
     return WIRES[name]
 
 
+def summing_of(wire: Wire, x: Tensor, point: Point, num_ranks: int) -> tuple[Wire, bool]:
+    """Return in which form rows (T, n) are summed at a point where ``wire`` is the one for others, and whether in one
+    shot.
+    """
+    chosen = WIRES["same"] if point[1] in EXACT_POINTS else wire
+    return chosen, num_ranks <= chosen.most_in_one_shot or x.nbytes <= TWO_SHOT_BYTES or len(x) < num_ranks
+
+
 def form_of(name: str) -> tuple[str, str | None] | None:
     """Return the calibrated form that a user wrote and the folder behind it ("lowbit=DIR"); None for other forms."""
     form, _, folder = name.partition("=")
@@ -125,10 +133,9 @@ class LinkedSum:
 
     def all_reduce(self, x: Tensor, *, point: Point) -> Tensor:
         """Return the sum of all ranks' ``x`` (T, n), which have the same shape, in the dtype of ``x``."""
-        site = point[1]
-        wire = WIRES["same"] if site in EXACT_POINTS else self.wire
-        world, others = self._world, self._world.others
-        if world.size <= wire.most_in_one_shot or x.nbytes <= TWO_SHOT_BYTES or len(x) < world.size:
+        site, world, others = point[1], self._world, self._world.others
+        wire, in_one_shot = summing_of(self.wire, x, point, world.size)
+        if in_one_shot:
             own = wire.encode(x, point, world.rank)
             return wire.added(self._exchanged(own, dict.fromkeys(others, own), site), point, x.dtype)
         rows = [wire.encode(part, point, world.rank) for part in x.tensor_split(world.size)]

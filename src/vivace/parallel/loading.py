@@ -25,6 +25,7 @@ from vivace.parallel.collective import LinkedSum, Wire, find_wire, form_of
 from vivace.parallel.following import Follower, Following, follow
 from vivace.parallel.leading import Leader, LedBackend
 from vivace.parallel.lowbit import KIND, Calibration, LowBitWire
+from vivace.parallel.meeting import MetSum
 from vivace.parallel.partition_table import KIND as RUNAHEAD
 from vivace.parallel.partition_table import Table, read_table
 from vivace.parallel.pipeline import KIND as PIPELINE
@@ -202,13 +203,22 @@ def found_table(folder: Path, facts: Mapping[str, Any]) -> Table | None:
     return read_table(place, base_hash(folder), facts) if place.is_dir() else None
 
 
-def load_share(world: World, wire: str | Wire, options: LoadOptions) -> Decoder:
-    """Load a rank's share of every layer; ``wire`` is the form of sums, or its name."""
+def load_share(
+    world: World, wire: str | Wire, options: LoadOptions, collective: LinkedSum | MetSum | None = None
+) -> Decoder:
+    """Load a rank's share of every layer.
+
+    Args:
+        world: the ranks.
+        wire: the form of sums, or its name.
+        options: how the model is loaded.
+        collective: adds, in that form; None adds over the links.
+    """
     config = options.config
     check_model(config)
     share = shares_of(config, world.size)[world.rank]
     leader = Leader(world) if world.leads else None
-    collective = LinkedSum(world)
+    collective = LinkedSum(world) if collective is None else collective
     parts = ShareParts(config, share, collective, () if leader is None else (leader,), has_ends=world.leads)
 
     def made(kind: torch.dtype) -> Backend | None:

@@ -1,8 +1,9 @@
 """Ranks in one process: every rank is a thread with its own share of the model and its own links.
 
-Nothing is imitated: each thread loads its share and follows rank 0 through the code of real ranks, over sockets of the
-loopback interface. So what a simulated world computes is what a real one computes, bit for bit. It is for measuring
-quality and for calibrating, with any number of ranks; its speed says nothing.
+Each thread loads its share and follows rank 0 through the code of real ranks, over sockets of the loopback interface.
+Only sums do not travel: the threads meet, and one of them adds what all of them would have sent (``meeting.py``). So
+what a simulated world computes is what a real one computes, bit for bit. It is for measuring quality and for
+calibrating, with any number of ranks; its speed says nothing, and its links count no sums.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import combinations
 
@@ -23,9 +24,12 @@ from vivace.parallel.collective import Wire
 from vivace.parallel.following import Follower, follow
 from vivace.parallel.links import Links
 from vivace.parallel.loading import LoadOptions, SharedLoading, load_share
+from vivace.parallel.meeting import Meeting, MetSum
 from vivace.parallel.world import World
 
 MOST_RANKS = 16
+END_S = 10.0
+"""Most seconds for which the end waits for the thread of a rank."""
 SILENCE_S = 3600.0
 """Seconds without an answer after which a rank is said to hang: ranks share the cores of a process that may be busy."""
 
@@ -73,22 +77,32 @@ class SimulatedLoading(SharedLoading):
         """
         torch.set_num_threads(1)
         try:
-            decoders = []
+            decoders, meeting = [], Meeting(len(self._worlds))
             for world in self._worlds:
                 wire = self._wire if isinstance(self._wire, str) else self._wire(world.rank)
-                decoders.append(load_share(world, wire, options))
+                decoders.append(load_share(world, wire, options, MetSum(world, meeting)))
                 decoders[-1].store_entries(options.kv)
         except BaseException:
             for world in self._worlds:
                 world.links.close()
             raise
         leading, *others = decoders
-        for world, decoder in zip(self._worlds[1:], others, strict=True):
-            threading.Thread(
-                target=_follow, args=(world, decoder), name=f"vivace-rank-{world.rank}", daemon=True
-            ).start()
-        weakref.finalize(leading, self.world.close)
+        threads = [
+            threading.Thread(target=_follow, args=(world, decoder), name=f"vivace-rank-{world.rank}", daemon=True)
+            for world, decoder in zip(self._worlds[1:], others, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        weakref.finalize(leading, _end, self.world, threads)
         return leading
+
+
+def _end(world: World, threads: Sequence[threading.Thread]) -> None:
+    """End the ranks, and wait for their threads: Python, when it ends, aborts with those that compute."""
+    world.close()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(END_S)
 
 
 def _follow(world: World, decoder: Decoder) -> None:
