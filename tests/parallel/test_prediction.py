@@ -81,6 +81,20 @@ def test_stages_overlap_and_entries_bound_them_on_slow_links() -> None:
     assert staged_s(8192, 2, slow, gathers=False) == free
 
 
+def test_what_entries_take_from_ranks_that_compute_is_counted() -> None:
+    """In all layers but the last, behind whose entries no rank computes."""
+    busy, layers = replace(COSTS, entry_work_s=1e-6), COSTS.num_layers - 1
+    assert alone_s(1024, busy) == alone_s(1024, COSTS)
+    two = first_token_s([512, 512], busy) - first_token_s([512, 512], COSTS)
+    assert two == pytest.approx(layers * 512e-6), "one sends what the other receives"
+    three = first_token_s([100, 800, 100], busy) - first_token_s([100, 800, 100], COSTS)
+    assert three == pytest.approx(layers * (100 + 900) * 1e-6), "the one in the middle does both"
+    assert staged_s(8192, 2, busy, gathers=False) == staged_s(8192, 2, COSTS, gathers=False)
+    assert staged_s(8192, 2, busy, gathers=True) == pytest.approx(
+        staged_s(8192, 2, replace(COSTS, feed_s=COSTS.feed_s + 1e-6), gathers=True)
+    )
+
+
 def test_one_rank_is_expected_by_costs_of_its_own() -> None:
     """Beside others that compute, everything takes three times as long: sharing by two is not worth it."""
     crowded = Costs(3e-6, 27e-6, 6e-8, 6)

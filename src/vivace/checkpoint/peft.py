@@ -60,6 +60,7 @@ class ModuleTable:
         self.names = names
         self.config = config
         self.modules = {module.stem: module for module in _modules(names, config)}
+        self._roots = [root for root in sorted(names.roots, key=len, reverse=True) if root]
 
     def full_name(self, stem: str) -> str:
         """Return the name of a module in the model of transformers that PEFT wraps."""
@@ -67,8 +68,7 @@ class ModuleTable:
 
     def stem(self, name: str) -> str:
         """Return the name of a module without its root, whichever of the family's roots it has."""
-        roots = sorted(self.names.roots, key=len, reverse=True)
-        return next((name.removeprefix(root) for root in roots if root and name.startswith(root)), name)
+        return next((name.removeprefix(root) for root in self._roots if name.startswith(root)), name)
 
     def what_is(self, name: str) -> str | None:
         """Return what a module is that LoRA does not adapt here, or None for a module that the model has not."""
@@ -144,8 +144,10 @@ def load_lora(
     for name, found in pairs.items():
         module = table.modules[table.stem(name)]
         down, up = checked(found, module, settings.rank_of(name), place, is_known=is_known)
-        up = up * settings.scale_of(name)
-        factors.update({site: (down, up[first:stop]) for site, first, stop in module.sites})
+        scale = settings.scale_of(name)
+        up = up if scale == 1 else up * scale
+        is_shared = len(module.sites) > 1
+        factors.update({site: (down, up[first:stop] if is_shared else up) for site, first, stop in module.sites})
     if not factors:
         raise CorruptError(f"{place / TENSORS} has no factors")
     return Lora(factors, base, settings)

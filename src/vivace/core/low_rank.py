@@ -196,16 +196,14 @@ class FixedFactors:
         Args:
             factors: down (rank, in) and up (out, rank), the scale folded in, of every site; a down factor that several
                 sites share is held once.
-            device: where they are held; None is where the first one is.
-            dtype: in which; None is that of the first one.
+            device: where they are held; None is where they are.
+            dtype: in which; None is the one that they share.
         """
         parts = {id(part): part for pair in factors.values() for part in pair}
-        sizes = [part.numel() for part in parts.values()]
-        first = next(iter(parts.values()), torch.empty(0))
-        memory = torch.empty(sum(sizes), device=device or first.device, dtype=dtype or first.dtype)
-        held = dict(zip(parts, memory.split(sizes), strict=True))
-        for number, part in parts.items():
-            held[number] = held[number].view(1, *part.shape).copy_(part)
+        flat = torch.cat([part.reshape(-1) for part in parts.values()]) if parts else torch.empty(0)
+        memory = flat.to(device or flat.device, dtype or flat.dtype)
+        views = memory.split([part.numel() for part in parts.values()])
+        held = {key: view.view(1, *parts[key].shape) for key, view in zip(parts, views, strict=True)}
         self.down = {site: held[id(down)] for site, (down, _) in factors.items()}
         self.up = {site: held[id(up)] for site, (_, up) in factors.items()}
         self._kept: dict[object, Any] = {}

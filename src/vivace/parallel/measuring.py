@@ -1,12 +1,14 @@
-"""How fast this rank computes a layer and how fast a link is, measured once while a model is loaded."""
+"""How fast ranks compute a layer, how fast a link is, and what it takes from them: measured while a model is loaded."""
 
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +29,9 @@ BEFORE = (0, 768, 3840)
 """Entries in front of them that they read, where the model's context is that long."""
 TIMES = 3
 ECHO_BYTES = 1 << 20
+STREAM_S = 0.15
+"""For how long ranks compute beside a stream between them."""
+MOST_STREAM_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,11 @@ def costs_of_ranks(world: World, decoder: Decoder, link: LinkSpeed, *, masked: b
         link: to rank 1.
         masked: whether attention with a mask afterwards is timed, too.
     """
-    alone = torch.cat([torch.zeros(2, dtype=torch.float64), layer_times(decoder, masked=masked)])
-    world.tell(passes.packed(passes.TIME, [int(masked)]))
-    found = [rank_times(world, decoder, masked=masked)]
+    own = layer_times(decoder, masked=masked)
+    alone = torch.cat([torch.zeros(3, dtype=torch.float64), own])
+    stream = Stream.of(link, float(own[1]) * places_of(decoder)[0])
+    world.tell(passes.packed(passes.TIME, [int(masked), *stream]))
+    found = [rank_times(world, decoder, stream, masked=masked)]
     for rank in world.others:
         found.append(torch.empty_like(alone))
         world.links.receive(rank, 0, found[-1])
@@ -95,8 +102,23 @@ def costs_of_ranks(world: World, decoder: Decoder, link: LinkSpeed, *, masked: b
     return costs_from(slowest, decoder, link, masked=masked), costs_from(alone, decoder, link, masked=masked)
 
 
-def rank_times(world: World, decoder: Decoder, *, masked: bool) -> Tensor:
-    """Return the seconds of a sum over all ranks, for a row of a chunk and a row alone, and those of ``layer_times``.
+class Stream(NamedTuple):
+    """What rank 1 sends to rank 0 while all ranks compute."""
+
+    num_bytes: int
+    num_feeds: int
+    """How often the half of a layer behind attention is computed beside it."""
+
+    @staticmethod
+    def of(link: LinkSpeed, feed_s: float) -> Stream:
+        """Return what takes about as long as ``STREAM_S``, or less where the link is fast."""
+        num_bytes = max(1, min(MOST_STREAM_BYTES, round(link.bytes_per_s * STREAM_S)))
+        return Stream(num_bytes, 1 + round(num_bytes / link.bytes_per_s / feed_s))
+
+
+def rank_times(world: World, decoder: Decoder, stream: Stream, *, masked: bool) -> Tensor:
+    """Return the seconds of a sum over all ranks, for a row of a chunk and a row alone, those that a byte on the link
+    takes from a rank that computes, and those of ``layer_times``.
 
     All ranks call this at once.
     """
@@ -106,8 +128,43 @@ def rank_times(world: World, decoder: Decoder, *, masked: bool) -> Tensor:
         h = torch.zeros(count, decoder.config.width, dtype=decoder.dtype)
         collective.all_reduce(h, point=(0, "o"))  # nobody is awaited behind it
         found.append(_median_s(lambda: collective.all_reduce(h, point=(0, "o"))) / count)  # noqa: B023 - called at once
+    found.append(byte_work_s(world, decoder, stream))
     world.links.flush()
     return torch.cat([torch.tensor(found, dtype=torch.float64), layer])
+
+
+@torch.inference_mode()
+def byte_work_s(world: World, decoder: Decoder, stream: Stream) -> float:
+    """Return how much longer a rank computes for each byte that is sent or received beside it, in seconds.
+
+    Packets are made and taken apart by the cores that compute. Rank 1 sends and rank 0 receives, as two neighbours of a
+    chain do; other ranks compute beside them, and return 0.
+    """
+    rows, collective = places_of(decoder)[0], LinkedSum(world)
+    layer, step = decoder.layers[decoder.config.num_layers // 2], Step.dense(1, rows, device=decoder.device)
+    assert isinstance(layer, Layer)
+    h = torch.zeros(rows, decoder.config.width, dtype=decoder.dtype)
+    payload = torch.zeros(stream.num_bytes, dtype=torch.uint8)
+
+    def feeds_s(*, beside_stream: bool) -> float:
+        collective.all_reduce(h[:1], point=(0, "o"))  # so that all begin at once
+        receiving = threading.Thread(target=world.links.receive, args=(1, 0, payload))
+        begun = time.perf_counter()
+        if beside_stream and world.rank == 1:
+            world.links.send(0, 0, payload, purpose="measuring")
+        if beside_stream and world.rank == 0:
+            receiving.start()
+        for _ in range(stream.num_feeds):
+            layer.feed(h, step)
+        taken = time.perf_counter() - begun
+        if beside_stream and world.rank == 0:
+            receiving.join()
+        return taken
+
+    with threads_of(decoder):
+        quiet = min(feeds_s(beside_stream=False) for _ in range(2))
+        busy = min(feeds_s(beside_stream=True) for _ in range(2))
+    return max(0.0, busy - quiet) / stream.num_bytes if world.rank < 2 else 0.0
 
 
 def places_of(decoder: Decoder) -> tuple[int, list[int]]:
@@ -157,7 +214,7 @@ def layer_times(decoder: Decoder, *, masked: bool) -> Tensor:
 def costs_from(times: Tensor, decoder: Decoder, link: LinkSpeed, *, masked: bool) -> Costs:
     """Return costs from ``rank_times`` and the speed of a link."""
     config, (rows, places) = decoder.config, places_of(decoder)
-    sum_s, sum_step_s, project_s, feed_s, step_s, *more = times.tolist()
+    sum_s, sum_step_s, byte_s, project_s, feed_s, step_s, *more = times.tolist()
     seen = [before + rows / 2 for before in places]
     entry_bytes = _entry_bytes(decoder)
     return Costs(
@@ -173,6 +230,7 @@ def costs_from(times: Tensor, decoder: Decoder, link: LinkSpeed, *, masked: bool
         step_s=step_s,
         sum_s=sum_s,
         sum_step_s=sum_step_s,
+        entry_work_s=entry_bytes * byte_s,
     )
 
 

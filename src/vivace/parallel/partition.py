@@ -8,7 +8,7 @@ prefix are there:
     ready[i, l]   = begun[i, l] + project(c_i)
     arrived[i, l] = max(passed[i-1, l], arrived[i, l-1]) + latency + bytes(o_i) / bandwidth
     passed[i, l]  = max(ready[i, l], arrived[i, l])
-    begun[i, l+1] = passed[i, l] + attend(c_i, o_i) + feed(c_i)
+    begun[i, l+1] = passed[i, l] + attend(c_i, o_i) + feed(c_i) + work(entries received and sent)
 
 The paper searches on the machine; boundaries here are searched in this model, from the even split and from a balance of
 work, since sweeps that start at the even split alone stop before the best.
@@ -54,6 +54,8 @@ class Costs:
     """The sum of one row of a chunk over all ranks, sending and adding; 0 takes it from ``row_bytes_s``."""
     sum_step_s: float = 0.0
     """The sum of a row that is alone."""
+    entry_work_s: float = 0.0
+    """What a rank that computes loses to one entry of one layer that is sent or received meanwhile."""
 
     def attention_s(self, count: int, before: int) -> float:
         """Return the seconds of ``count`` tokens' attention, the first of which sees ``before`` others."""
@@ -99,7 +101,8 @@ def first_token_s(counts: Sequence[int], costs: Costs) -> float:
     for place, count in enumerate(counts):
         begun = arrived = 0.0
         send_s = costs.latency_s + offsets[place] * costs.entry_s if place else 0.0
-        attend_s = costs.attention_s(count, offsets[place]) + costs.feed_s * count
+        moved = offsets[place] + (offsets[place + 1] if place < len(counts) - 1 else 0)
+        attend_s = costs.attention_s(count, offsets[place]) + costs.feed_s * count + costs.entry_work_s * moved
         for layer in range(costs.num_layers):
             arrived = max(passed[layer], arrived) + send_s if place else 0.0
             passed[layer] = max(begun + costs.project_s * count, arrived)

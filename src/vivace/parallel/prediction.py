@@ -97,6 +97,7 @@ def staged_s(
     for first in range(0, length, PORTION):
         count, arrived = min(PORTION, length - first), 0.0
         work = layers * ((costs.project_s + costs.feed_s) * count + costs.attention_s(count, first))
+        work += layers * costs.entry_work_s * count if gathers else 0.0
         for stage in range(num_ranks):
             ended[stage] = max(ended[stage], arrived) + work
             if stage == num_ranks - 1:
