@@ -3,7 +3,7 @@
 Clients ask one worker, as the server's, for short answers with LoRAs that are drawn anew for each request, of which
 only a few fit into memory together. The same load runs before with the LoRAs that fit, so that none is read again. What
 is reported: answers that differ from those written alone, the largest memory of the adapters, how long reading one into
-memory takes, and the time between tokens of both loads.
+memory takes, the time between tokens of both loads, and by how much the process grows while LoRAs come and go.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import tempfile
 import threading
 import time
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from queue import Queue
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,12 +29,14 @@ from benchmarks.result_files import write_report
 from vivace.adapters.registry import Registry
 from vivace.decode.request import Emitted
 from vivace.engine import Engine, Options
+from vivace.evaluate.memory import resident_memory
 from vivace.evaluate.others import watched_others
 from vivace.evaluate.provenance import provenance
 from vivace.serve.worker import Event, Failed, Job, Worker
 
 PROMPTS = ("Name three rivers.", "Why is the sky blue?", "What is a list?", "Say hello.")
 TOKENS = 16
+WATCH_S = 0.5
 SAME_S = 0.001
 """Events of one answer that are no further apart came from one call."""
 
@@ -50,6 +52,19 @@ class Load:
     """Time between the blocks of tokens of one answer."""
     most_bytes: int = 0
     """Of the adapters in memory."""
+    resident: list[int] = field(default_factory=list)
+    """Bytes of the whole process in memory, twice a second."""
+
+    @property
+    def grown_bytes(self) -> int:
+        """By how much the process has grown: the middle of the last quarter of the load less that of the second one.
+
+        The first quarter is left out, in which each LoRA is read for the first time.
+        """
+        quarter = len(self.resident) // 4
+        if not quarter:
+            return 0
+        return round(median(self.resident[-quarter:]) - median(self.resident[quarter : 2 * quarter]))
 
     def facts(self) -> dict[str, Any]:
         """Return the figures for JSON."""
@@ -125,6 +140,9 @@ def load(
     threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
     for thread in threads:
         thread.start()
+    while time.perf_counter() < ends:
+        found.resident.append(resident_memory() or 0)
+        time.sleep(WATCH_S)
     for thread in threads:
         thread.join()
     worker.close()
@@ -155,10 +173,9 @@ def measure(model: Path, *, clients: int, adapters: int, room: int, seconds: flo
         right = answers_of(engine, names)
         engine.adapters.limit(room * each + each // 2)
         still = load(engine, names[-room:], right, clients, seconds)
-        before, peak = engine.adapters.num_loads, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = engine.adapters.num_loads
         reads = timed_reads(engine.adapters)
         swapped = load(engine, names, right, clients, seconds)
-        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
         swaps = sorted(1e3 * each for each in reads)
         return {
             "model": model.name,
@@ -174,7 +191,7 @@ def measure(model: Path, *, clients: int, adapters: int, room: int, seconds: flo
             "swaps": engine.adapters.num_loads - before,
             "swap_p50_ms": round(swaps[len(swaps) // 2], 2) if swaps else None,
             "swap_p99_ms": round(swaps[min(len(swaps) - 1, len(swaps) * 99 // 100)], 2) if swaps else None,
-            "grown_kib": grown,
+            "grown_kib": swapped.grown_bytes >> 10,
         }
 
 

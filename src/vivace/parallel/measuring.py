@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vivace.core.cache import KVCache
 from vivace.core.model import Decoder, Layer
 from vivace.core.step import Step
 from vivace.decode.forward import threads_of
@@ -92,7 +93,8 @@ def costs_of_ranks(world: World, decoder: Decoder, link: LinkSpeed, *, masked: b
     """
     own = layer_times(decoder, masked=masked)
     alone = torch.cat([torch.zeros(3, dtype=torch.float64), own])
-    stream = Stream.of(link, float(own[1]) * places_of(decoder)[0])
+    rows, places = places_of(decoder)
+    stream = Stream.of(link, float(own[0] + own[1] + own[3 + len(places) // 2]) * rows)
     world.tell(passes.packed(passes.TIME, [int(masked), *stream]))
     found = [rank_times(world, decoder, stream, masked=masked)]
     for rank in world.others:
@@ -106,14 +108,14 @@ class Stream(NamedTuple):
     """What rank 1 sends to rank 0 while all ranks compute."""
 
     num_bytes: int
-    num_feeds: int
-    """How often the half of a layer behind attention is computed beside it."""
+    num_passes: int
+    """How often a chunk passes a layer beside it."""
 
     @staticmethod
-    def of(link: LinkSpeed, feed_s: float) -> Stream:
+    def of(link: LinkSpeed, pass_s: float) -> Stream:
         """Return what takes about as long as ``STREAM_S``, or less where the link is fast."""
         num_bytes = max(1, min(MOST_STREAM_BYTES, round(link.bytes_per_s * STREAM_S)))
-        return Stream(num_bytes, 1 + round(num_bytes / link.bytes_per_s / feed_s))
+        return Stream(num_bytes, 1 + round(num_bytes / link.bytes_per_s / pass_s))
 
 
 def rank_times(world: World, decoder: Decoder, stream: Stream, *, masked: bool) -> Tensor:
@@ -140,13 +142,13 @@ def byte_work_s(world: World, decoder: Decoder, stream: Stream) -> float:
     Packets are made and taken apart by the cores that compute. Rank 1 sends and rank 0 receives, as two neighbours of a
     chain do; other ranks compute beside them, and return 0.
     """
-    rows, collective = places_of(decoder)[0], LinkedSum(world)
-    layer, step = decoder.layers[decoder.config.num_layers // 2], Step.dense(1, rows, device=decoder.device)
-    assert isinstance(layer, Layer)
-    h = torch.zeros(rows, decoder.config.width, dtype=decoder.dtype)
+    (rows, places), collective = places_of(decoder), LinkedSum(world)
+    before, layer = places[len(places) // 2], decoder.layers[decoder.config.num_layers // 2]
+    cache = cache_of(decoder, before + rows)
+    step, h = chunk_of(decoder, cache, rows, before)
     payload = torch.zeros(stream.num_bytes, dtype=torch.uint8)
 
-    def feeds_s(*, beside_stream: bool) -> float:
+    def passes_s(*, beside_stream: bool) -> float:
         collective.all_reduce(h[:1], point=(0, "o"))  # so that all begin at once
         receiving = threading.Thread(target=world.links.receive, args=(1, 0, payload))
         begun = time.perf_counter()
@@ -154,17 +156,34 @@ def byte_work_s(world: World, decoder: Decoder, stream: Stream) -> float:
             world.links.send(0, 0, payload, purpose="measuring")
         if beside_stream and world.rank == 0:
             receiving.start()
-        for _ in range(stream.num_feeds):
-            layer.feed(h, step)
+        for _ in range(stream.num_passes):
+            layer(h, step)
         taken = time.perf_counter() - begun
         if beside_stream and world.rank == 0:
             receiving.join()
         return taken
 
-    with threads_of(decoder):
-        quiet = min(feeds_s(beside_stream=False) for _ in range(2))
-        busy = min(feeds_s(beside_stream=True) for _ in range(2))
+    with nullcontext() if step.chunk else threads_of(decoder):
+        quiet = min(passes_s(beside_stream=False) for _ in range(2))
+        busy = sum(passes_s(beside_stream=True) for _ in range(2)) / 2
+    cache.release([0])
     return max(0.0, busy - quiet) / stream.num_bytes if world.rank < 2 else 0.0
+
+
+def cache_of(decoder: Decoder, size: int) -> KVCache:
+    """Return a cache with one slot, in which so many entries have their places."""
+    cache = decoder.new_cache(1, size)
+    cache.set_aside(0, size)
+    cache.extend([0], [size])
+    return cache
+
+
+def chunk_of(decoder: Decoder, cache: KVCache, rows: int, before: int) -> tuple[Step, Tensor]:
+    """Return the step of a prompt's chunk behind some entries of a slot, and its rows as they enter the model."""
+    step = replace(Step.at(cache, [0] * rows, list(range(before, before + rows))), is_prompt=True)
+    is_chunk = before + rows > decoder.backend.rows_up_to
+    step = replace(step, chunk=((0, 0, rows),) if is_chunk else None)
+    return step, decoder.embed(torch.arange(rows) % decoder.config.vocab_size, step)
 
 
 def places_of(decoder: Decoder) -> tuple[int, list[int]]:
@@ -185,16 +204,11 @@ def layer_times(decoder: Decoder, *, masked: bool) -> Tensor:
     rows, places = places_of(decoder)
     most, layer = places[-1] + rows, decoder.layers[decoder.config.num_layers // 2]
     assert isinstance(layer, Layer)
-    cache = decoder.new_cache(1, most)
-    cache.set_aside(0, most)
-    cache.extend([0], [most])
+    cache = cache_of(decoder, most)
     reading, masking, project_s, feed_s, step_s = [], [], 0.0, 0.0, 0.0
     for before in places:
-        step = replace(Step.at(cache, [0] * rows, list(range(before, before + rows))), is_prompt=True)
-        is_chunk = before + rows > decoder.backend.rows_up_to
-        step = replace(step, chunk=((0, 0, rows),) if is_chunk else None)
-        h = decoder.embed(torch.arange(rows) % decoder.config.vocab_size, step)
-        with nullcontext() if is_chunk else threads_of(decoder):
+        step, h = chunk_of(decoder, cache, rows, before)
+        with nullcontext() if step.chunk else threads_of(decoder):
             q = layer.project(h, step)
             reading.append(_median_s(lambda: layer.read(q, step)) / rows)  # noqa: B023 - called at once
             if masked:
