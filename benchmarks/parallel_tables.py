@@ -35,16 +35,16 @@ def cells_of(paths: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def measured(folder: Path) -> str:
-    """Return first tokens and decoding, one table for each machine, commit and model."""
+    """Return first tokens and decoding, one table for each machine, commit, model and number of ranks."""
     paths = [path for path in sorted(folder.glob("*.json")) if not path.name.startswith((WIRES, "simulated"))]
-    parts: dict[str, list[dict[str, Any]]] = {}
+    parts: dict[tuple[str, int, float], list[dict[str, Any]]] = {}
     for cell in cells_of(paths):
-        kernels = cell["setting"]["kernels"]
+        kernels, link = cell["setting"]["kernels"], cell["link"]
         caption = f"{captions.heading(cell['provenance'], kernels)}, `{cell['setting']['model']}`"
-        parts.setdefault(caption, []).append(cell)
+        parts.setdefault((caption, link["ranks"], link["cpu_share"]), []).append(cell)
     made = [
         f"{caption}. {note(cells)}\n\n{first_tokens(cells)}\n\n{choices(cells)}{decoding(cells)}"
-        for caption, cells in parts.items()
+        for (caption, _, _), cells in parts.items()
     ]
     return "\n\n".join(made) or NO_RUN
 

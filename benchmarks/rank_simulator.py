@@ -27,6 +27,8 @@ from vivace.parallel.prediction import ShareWork, punctual, sent_of_sum, staged_
 from vivace.parallel.runahead import CHOSEN
 
 GRID = 256
+LINK_COSTS = ("latency_s", "entry_s", "entry_work_s", "sum_s", "sum_step_s")
+"""Costs that depend on the link."""
 JITTER = 0.2
 """Largest share by which one transfer may take longer."""
 
@@ -64,7 +66,8 @@ def runahead_s(counts: Sequence[int], machine: Machine, late: Callable[[], float
     passed = [0.0] * costs.num_layers
     for place, count in enumerate(counts):
         begun = arrived = 0.0
-        attending = machine.attention_s(count, offsets[place])
+        moved = offsets[place] + (offsets[place + 1] if place < len(counts) - 1 else 0)
+        attending = machine.attention_s(count, offsets[place]) + costs.entry_work_s * moved
         for layer in range(costs.num_layers):
             if place:
                 sending = (costs.latency_s + offsets[place] * costs.entry_s) * late()
@@ -246,7 +249,7 @@ def machine_of(cell: dict[str, Any], cells: Sequence[dict[str, Any]] = ()) -> Ma
     setting = cell["setting"]
     others = [one["setting"] for one in cells if one is not cell and place_of(one) == place_of(cell)]
     seconds_per_byte = 1 / setting["link"]["bytes_per_s"]
-    link = {name: setting["costs"].get(name, 0.0) for name in ("latency_s", "entry_s", "sum_s", "sum_step_s")}
+    link = {name: setting["costs"].get(name, 0.0) for name in LINK_COSTS}
     link["row_bytes_s"] = setting["row_bytes"] * seconds_per_byte
 
     def costs(kind: str) -> Costs:

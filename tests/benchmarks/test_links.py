@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,23 @@ import pytest
 from benchmarks import rank_simulator
 from benchmarks.links import CGROUP, Pace, can_make_namespaces, measured_rate, network
 from benchmarks.parallel import measure
-from benchmarks.parallel_tables import MixedError, cells_of, choices
+from benchmarks.parallel_tables import MixedError, cells_of, choices, measured
 from tests.tiny_checkpoints import make_checkpoint
+from vivace.parallel.partition import first_token_s
+from vivace.parallel.prediction import punctual
 
 pytestmark = pytest.mark.multiprocess
 WAYS = "one,auto,tensor,tensor:int8,sequence,sequence-causal,pipeline,pipeline-gathered,runahead-even,runahead"
 NEEDS_ROOT = pytest.mark.skipif(not can_make_namespaces(), reason="needs root, ip, tc and taskset")
+
+PROVENANCE = {
+    "cpu": "A CPU",
+    "best_kernels": "avx2",
+    "num_threads": 1,
+    "commit": "abc",
+    "packages": {},
+    "device": "cpu",
+}
 
 
 def spaces() -> str:
@@ -125,6 +137,28 @@ def test_auto_is_counted_beside_the_fastest_way() -> None:
     assert "within 10% of it in 1 of 2 cells" in told
     assert "| 100 Mbit/s | 512 | one | 1.05 | pipeline | 1.00 | 1.05 |" in told
     assert choices([{"link": {"mbit": 100}, "rows": rows[1:3]}]) == ""
+
+
+def test_the_simulator_has_the_chain_of_the_engine() -> None:
+    shape, *_ = rank_simulator.PAPER[0]
+    machine = replace(shape.machine(rank_simulator.A100_FLOPS, 10e9, 1.0), is_dense=False)
+    for entry_work_s in (0.0, 3e-7):
+        costs = replace(machine.costs, entry_work_s=entry_work_s)
+        found = rank_simulator.runahead_s([1024, 768, 512], replace(machine, costs=costs), punctual)
+        assert found == pytest.approx(first_token_s([1024, 768, 512], costs))
+
+
+def test_ranks_of_another_number_have_a_table_of_their_own(tmp_path: Path) -> None:
+    row = {"way": "one", "what": "first token", "num_tokens": 512, "median_s": 1.0}
+    two = cell() | {"rows": [row], "provenance": PROVENANCE}
+    two["link"] = two["link"] | {"kind": "paced", "measured_mbit": 96.0}
+    four = two | {"link": two["link"] | {"ranks": 4, "cpu_share": 0.5}, "rows": [row | {"median_s": 3.0}]}
+    (tmp_path / "both.json").write_text(json.dumps({"is_simulated": False, "cells": [two, four]}))
+    written = measured(tmp_path)
+    assert "2 ranks on one machine, 1 of a core" in written
+    assert "4 ranks on one machine, 0.5 of a core" in written
+    assert "| 100 Mbit/s | 512 | **1.00** |" in written
+    assert "| 100 Mbit/s | 512 | **3.00** |" in written
 
 
 def cell(**changed: Any) -> dict[str, Any]:

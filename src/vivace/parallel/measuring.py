@@ -164,8 +164,9 @@ def byte_work_s(world: World, decoder: Decoder, stream: Stream) -> float:
         return taken
 
     with nullcontext() if step.chunk else threads_of(decoder):
-        quiet = min(passes_s(beside_stream=False) for _ in range(2))
-        busy = sum(passes_s(beside_stream=True) for _ in range(2)) / 2
+        quiet, busy = (
+            statistics.median(passes_s(beside_stream=beside) for _ in range(TIMES)) for beside in (False, True)
+        )
     cache.release([0])
     return max(0.0, busy - quiet) / stream.num_bytes if world.rank < 2 else 0.0
 
