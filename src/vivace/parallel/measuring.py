@@ -94,7 +94,7 @@ def costs_of_ranks(world: World, decoder: Decoder, link: LinkSpeed, *, masked: b
     own = layer_times(decoder, masked=masked)
     alone = torch.cat([torch.zeros(3, dtype=torch.float64), own])
     rows, places = places_of(decoder)
-    stream = Stream.of(link, float(own[0] + own[1] + own[3 + len(places) // 2]) * rows)
+    stream = BusyLink.of(link, float(own[0] + own[1] + own[3 + len(places) // 2]) * rows)
     world.tell(passes.packed(passes.TIME, [int(masked), *stream]))
     found = [rank_times(world, decoder, stream, masked=masked)]
     for rank in world.others:
@@ -104,7 +104,7 @@ def costs_of_ranks(world: World, decoder: Decoder, link: LinkSpeed, *, masked: b
     return costs_from(slowest, decoder, link, masked=masked), costs_from(alone, decoder, link, masked=masked)
 
 
-class Stream(NamedTuple):
+class BusyLink(NamedTuple):
     """What rank 1 sends to rank 0 while all ranks compute."""
 
     num_bytes: int
@@ -112,13 +112,13 @@ class Stream(NamedTuple):
     """How often a chunk passes a layer beside it."""
 
     @staticmethod
-    def of(link: LinkSpeed, pass_s: float) -> Stream:
+    def of(link: LinkSpeed, pass_s: float) -> BusyLink:
         """Return what takes about as long as ``STREAM_S``, or less where the link is fast."""
         num_bytes = max(1, min(MOST_STREAM_BYTES, round(link.bytes_per_s * STREAM_S)))
-        return Stream(num_bytes, 1 + round(num_bytes / link.bytes_per_s / pass_s))
+        return BusyLink(num_bytes, 1 + round(num_bytes / link.bytes_per_s / pass_s))
 
 
-def rank_times(world: World, decoder: Decoder, stream: Stream, *, masked: bool) -> Tensor:
+def rank_times(world: World, decoder: Decoder, stream: BusyLink, *, masked: bool) -> Tensor:
     """Return the seconds of a sum over all ranks, for a row of a chunk and a row alone, those that a byte on the link
     takes from a rank that computes, and those of ``layer_times``.
 
@@ -136,7 +136,7 @@ def rank_times(world: World, decoder: Decoder, stream: Stream, *, masked: bool) 
 
 
 @torch.inference_mode()
-def byte_work_s(world: World, decoder: Decoder, stream: Stream) -> float:
+def byte_work_s(world: World, decoder: Decoder, stream: BusyLink) -> float:
     """Return how much longer a rank computes for each byte that is sent or received beside it, in seconds.
 
     Packets are made and taken apart by the cores that compute. Rank 1 sends and rank 0 receives, as two neighbours of a

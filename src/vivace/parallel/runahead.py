@@ -38,7 +38,7 @@ from vivace.parallel.exchange import (
     GatherExchange,
     place_of,
 )
-from vivace.parallel.measuring import Stream, costs_of_ranks, link_speed, rank_times
+from vivace.parallel.measuring import BusyLink, costs_of_ranks, link_speed, rank_times
 from vivace.parallel.partition import Costs, balanced, even
 from vivace.parallel.partition_table import Table
 from vivace.parallel.prediction import ShareWork, decoding_times, prompt_times, share_work
@@ -219,7 +219,7 @@ class RunaheadFollower:
             return
         if operation == passes.TIME:
             masked, *stream = numbers
-            found = rank_times(self._world, self._decoder, Stream(*stream), masked=bool(masked))
+            found = rank_times(self._world, self._decoder, BusyLink(*stream), masked=bool(masked))
             self._world.links.send(0, 0, found, purpose="measuring")
             return
         length, way, chunk, num_pieces, *more = numbers
