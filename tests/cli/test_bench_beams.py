@@ -75,7 +75,7 @@ def test_ctranslate2_takes_the_same_ids(tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["--peers", "fairseq"], "--peers 'fairseq' is none of"),
-        (["--batches", "1,a"], "--batches takes positive numbers"),
+        (["--batches", "1,a"], "--batches has 'a'; write numbers from 1 on"),
         (["--peers", "el", "--attention", "el"], "--attention el is what --peers el would be beside"),
     ],
 )
