@@ -22,8 +22,8 @@ from typing import Any
 from benchmarks.parallel_tables import cells_of
 from benchmarks.result_files import write_report
 from vivace.parallel import prediction
-from vivace.parallel.partition import Costs, balanced, even
-from vivace.parallel.prediction import ShareWork, punctual, sent_of_sum, staged_s
+from vivace.parallel.partition import Costs, balanced, even, first_token_s, punctual
+from vivace.parallel.prediction import ShareWork, sent_of_sum, staged_s
 from vivace.parallel.runahead import CHOSEN
 
 GRID = 256
@@ -62,19 +62,7 @@ class Machine:
 
 def runahead_s(counts: Sequence[int], machine: Machine, late: Callable[[], float]) -> float:
     """Return the time of a chain; ``late`` gives the factor of each transfer."""
-    costs, offsets = machine.costs, [0, *accumulate(counts)]
-    passed = [0.0] * costs.num_layers
-    for place, count in enumerate(counts):
-        begun = arrived = 0.0
-        moved = offsets[place] + (offsets[place + 1] if place < len(counts) - 1 else 0)
-        attending = machine.attention_s(count, offsets[place]) + costs.entry_work_s * moved
-        for layer in range(costs.num_layers):
-            if place:
-                sending = (costs.latency_s + offsets[place] * costs.entry_s) * late()
-                arrived = max(passed[layer], arrived) + sending
-            passed[layer] = max(begun + costs.project_s * count, arrived)
-            begun = passed[layer] + attending + costs.feed_s * count
-    return passed[-1]
+    return first_token_s(counts, machine.costs, attention_s=machine.attention_s, late=late)
 
 
 def sequence_s(counts: Sequence[int], machine: Machine, late: Callable[[], float], *, is_dense: bool) -> float:

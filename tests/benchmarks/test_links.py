@@ -18,8 +18,7 @@ from benchmarks.links import CGROUP, Pace, can_make_namespaces, measured_rate, n
 from benchmarks.parallel import measure
 from benchmarks.parallel_tables import MixedError, cells_of, choices, measured
 from tests.tiny_checkpoints import make_checkpoint
-from vivace.parallel.partition import first_token_s
-from vivace.parallel.prediction import punctual
+from vivace.parallel.partition import first_token_s, punctual
 
 pytestmark = pytest.mark.multiprocess
 WAYS = "one,auto,tensor,tensor:int8,sequence,sequence-causal,pipeline,pipeline-gathered,runahead-even,runahead"

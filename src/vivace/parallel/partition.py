@@ -17,7 +17,7 @@ work, since sweeps that start at the even split alone stop before the best.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -94,17 +94,37 @@ def _between(points: Sequence[Sequence[float]], at: float) -> float:
     return max(0.0, before + (behind - before) * (at - low) / (high - low))
 
 
-def first_token_s(counts: Sequence[int], costs: Costs) -> float:
-    """Return when the last rank of a chain has the entries of the last layer, in the model above."""
+def punctual() -> float:
+    """Return the factor of a transfer that takes as long as its bytes say."""
+    return 1.0
+
+
+def first_token_s(
+    counts: Sequence[int],
+    costs: Costs,
+    *,
+    attention_s: Callable[[int, int], float] | None = None,
+    late: Callable[[], float] = punctual,
+) -> float:
+    """Return when the last rank of a chain has the entries of the last layer, in the model above.
+
+    Args:
+        counts: lengths of the pieces.
+        costs: of every rank.
+        attention_s: seconds of so many tokens' attention behind so many others; None is ``costs.attention_s``.
+        late: gives by which factor the next transfer takes longer than its bytes say.
+    """
+    attention_s = costs.attention_s if attention_s is None else attention_s
     offsets = [0, *accumulate(counts)]
     passed = [0.0] * costs.num_layers
     for place, count in enumerate(counts):
         begun = arrived = 0.0
-        send_s = costs.latency_s + offsets[place] * costs.entry_s if place else 0.0
+        send_s = costs.latency_s + offsets[place] * costs.entry_s
         moved = offsets[place] + (offsets[place + 1] if place < len(counts) - 1 else 0)
-        attend_s = costs.attention_s(count, offsets[place]) + costs.feed_s * count + costs.entry_work_s * moved
+        attend_s = attention_s(count, offsets[place]) + costs.feed_s * count + costs.entry_work_s * moved
         for layer in range(costs.num_layers):
-            arrived = max(passed[layer], arrived) + send_s if place else 0.0
+            if place:
+                arrived = max(passed[layer], arrived) + send_s * late()
             passed[layer] = max(begun + costs.project_s * count, arrived)
             begun = passed[layer] + attend_s
     return passed[-1]

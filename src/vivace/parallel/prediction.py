@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vivace.core.config import ModelConfig
-from vivace.parallel.partition import PORTION, Costs, alone_s, first_token_s, gathered_s
+from vivace.parallel.partition import PORTION, Costs, alone_s, first_token_s, gathered_s, punctual
 from vivace.parallel.shares import shares_of
 
 
@@ -48,11 +48,6 @@ def share_work(config: ModelConfig, num_ranks: int) -> tuple[ShareWork, ...]:
             )
         )
     return tuple(found)
-
-
-def punctual() -> float:
-    """Return the factor of a transfer that takes as long as its bytes say."""
-    return 1.0
 
 
 def tensor_s(length: int, costs: Costs, works: Sequence[ShareWork], *, late: Callable[[], float] = punctual) -> float:
