@@ -5,9 +5,9 @@
 
 The experiment after Apple's foundation models (arXiv:2407.21075, section 5): MODEL is M in few bits. Its recovery
 adapter is trained on ``--text`` to have M's distribution, and the LoRA of each feature begins there. Beside it stand
-the same training begun from zero, and the same on M itself, whose quality is to be kept. ``--data`` has what ``vivace
-data e2e|wikisql|snips|clinc`` writes; of the train files every training sees the same rows in the same order, and
-takes as many steps.
+the same training begun from zero, and the same on M itself, whose quality is to be kept; ``--ways`` leaves one of the
+first two out, ``--features`` some features. ``--data`` has what ``vivace data e2e|wikisql|snips|clinc`` writes; of the
+train files every training sees the same rows in the same order, and takes as many steps.
 
 Several ``train`` on one machine share the work: each takes the next training that nobody holds, and one that was
 killed goes on. Answers are greedy. Intervals are of the ratio to M with the feature's own LoRA, prompts drawn with
@@ -36,6 +36,7 @@ from benchmarks.palette_quality import bits_of
 from benchmarks.result_files import tables_of, write_report
 from tools.blocks import table
 from vivace.engine import Engine
+from vivace.evaluate.overlap import bleu
 from vivace.evaluate.provenance import provenance
 from vivace.evaluate.quality import score
 from vivace.prompts import Prompt, load_prompts, save_prompts
@@ -45,6 +46,8 @@ RECOVERY = "recovery"
 STORED, ZERO, BEGUN = "stored", "from-zero", "from-recovery"
 TITLES = {STORED: "stored", ZERO: "few bits, from zero", BEGUN: "few bits, from recovery"}
 BASES = {STORED: "stored", ZERO: "few", BEGUN: "few"}
+JUDGED = (ZERO, BEGUN)
+"""Ways on few bits, whose share of the stored model's quality is told."""
 DRAWS = 300
 AT_ONCE = 8
 
@@ -108,16 +111,22 @@ def trainings(given: argparse.Namespace) -> list[Training]:
         at = given.work / f"rank-{rank}"
         recovery = at / RECOVERY
         recovering = (*shared, f"loop.steps={given.recovery_steps}", f"rank={rank}", f"stored={given.stored}")
-        found.append(Training(recovery, given.model, given.text, recovering, "recover"))
-        for feature in FEATURES:
+        if BEGUN in given.ways:
+            found.append(Training(recovery, given.model, given.text, recovering, "recover"))
+        for feature in features_of(given):
             rows = given.work / "rows" / f"{feature.name}-train.jsonl"
             begun = (*shared, f"init={recovery}")
-            found += [
-                Training(at / STORED / feature.name, given.stored, rows, (*shared, f"rank={rank}")),
-                Training(at / ZERO / feature.name, given.model, rows, (*shared, f"rank={rank}")),
-                Training(at / BEGUN / feature.name, given.model, rows, begun, needs=recovery),
-            ]
+            found.append(Training(at / STORED / feature.name, given.stored, rows, (*shared, f"rank={rank}")))
+            if ZERO in given.ways:
+                found.append(Training(at / ZERO / feature.name, given.model, rows, (*shared, f"rank={rank}")))
+            if BEGUN in given.ways:
+                found.append(Training(at / BEGUN / feature.name, given.model, rows, begun, needs=recovery))
     return sorted(found, key=lambda each: each.needs is not None)
+
+
+def features_of(given: argparse.Namespace) -> list[Feature]:
+    """Return the features that were asked for."""
+    return [each for each in FEATURES if each.name in given.features]
 
 
 def train(given: argparse.Namespace) -> None:
@@ -143,7 +152,7 @@ def train(given: argparse.Namespace) -> None:
 
 def write_rows(given: argparse.Namespace) -> None:
     """Write the rows that the trainings see, each with its feature's name in the place of the system's text."""
-    for feature in FEATURES:
+    for feature in features_of(given):
         path = given.work / "rows" / f"{feature.name}-train.jsonl"
         if not path.is_file():
             rows = load_prompts(given.data / f"{feature.name}-train.jsonl")
@@ -167,27 +176,28 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     loras: dict[str, dict[str, Path]] = {"stored": {}, "few": {}}
     for rank in given.ranks:
         at = given.work / f"rank-{rank}"
-        loras["few"][f"{rank}-{RECOVERY}"] = at / RECOVERY
-        for way, base in BASES.items():
-            loras[base] |= {f"{rank}-{way}-{each.name}": at / way / each.name for each in FEATURES}
+        loras["few"] |= {f"{rank}-{RECOVERY}": at / RECOVERY} if BEGUN in given.ways else {}
+        for way in (STORED, *given.ways):
+            loras[BASES[way]] |= {f"{rank}-{way}-{each.name}": at / way / each.name for each in features_of(given)}
     engines = {
         "stored": vivace.load(given.stored, adapters=loras["stored"]),
         "few": vivace.load(given.model, adapters=loras["few"]),
     }
     features = {}
-    for feature in FEATURES:
+    for feature in features_of(given):
         rows = drawn(load_prompts(given.data / f"{feature.name}-dev.jsonl"), given.limit)
         texts = {}
-        for name, base, adapter in systems(feature, given.ranks):
+        for name, base, adapter in systems(feature, given.ranks, given.ways):
             texts[name] = answers(engines[base], feature, rows, adapter)
             print(feature.name, name, score(rows, texts[name]), flush=True)
         features[feature.name] = {
             "rows": len(rows),
             "metric": feature.metric,
             "whole": feature.whole,
-            "systems": judged(feature, rows, texts, given.ranks),
+            "systems": judged(feature, rows, texts, given.ranks, given.ways),
         }
-    adapter_bytes = {rank: (given.work / f"rank-{rank}" / RECOVERY / WEIGHTS).stat().st_size for rank in given.ranks}
+    first = Path(STORED, features_of(given)[0].name, WEIGHTS)
+    adapter_bytes = {rank: (given.work / f"rank-{rank}" / first).stat().st_size for rank in given.ranks}
     return {
         "provenance": asdict(provenance(torch.device("cpu"))),
         "kernels": engines["few"].kernels.name,
@@ -205,14 +215,15 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def systems(feature: Feature, ranks: Sequence[int]) -> Iterator[tuple[str, str, str | None]]:
+def systems(feature: Feature, ranks: Sequence[int], ways: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
     """Yield the name of every row of the table, its base and its LoRA."""
     yield "stored, no LoRA", "stored", None
     yield "few bits, no LoRA", "few", None
     for rank in ranks:
-        yield f"few bits, recovery of rank {rank} alone", "few", f"{rank}-{RECOVERY}"
-        for way, base in BASES.items():
-            yield f"{TITLES[way]}, rank {rank}", base, f"{rank}-{way}-{feature.name}"
+        if BEGUN in ways:
+            yield f"few bits, recovery of rank {rank} alone", "few", f"{rank}-{RECOVERY}"
+        for way in (STORED, *ways):
+            yield f"{TITLES[way]}, rank {rank}", BASES[way], f"{rank}-{way}-{feature.name}"
 
 
 def answers(engine: Engine, feature: Feature, rows: Sequence[Prompt], adapter: str | None) -> list[str]:
@@ -228,13 +239,17 @@ def answers(engine: Engine, feature: Feature, rows: Sequence[Prompt], adapter: s
 
 
 def judged(
-    feature: Feature, rows: Sequence[Prompt], texts: Mapping[str, Sequence[str]], ranks: Sequence[int]
+    feature: Feature,
+    rows: Sequence[Prompt],
+    texts: Mapping[str, Sequence[str]],
+    ranks: Sequence[int],
+    ways: Sequence[str],
 ) -> dict[str, Any]:
     """Return what each system's answers are worth, and of it the share of M's with a LoRA of that rank."""
     generator = np.random.default_rng(0)
     draws = generator.integers(len(rows), size=(DRAWS, len(rows)))
     values = {name: value(feature, rows, found) for name, found in texts.items()}
-    compared = [f"{title}, rank {rank}" for title in TITLES.values() for rank in ranks]
+    compared = [f"{TITLES[way]}, rank {rank}" for way in (STORED, *ways) for rank in ranks]
     redrawn = {
         name: np.array([value(feature, [rows[at] for at in draw], [texts[name][at] for at in draw]) for draw in draws])
         for name in compared
@@ -242,7 +257,7 @@ def judged(
     result: dict[str, Any] = {name: {"value": found} for name, found in values.items()}
     for rank in ranks:
         beside = f"{TITLES[STORED]}, rank {rank}"
-        for way in (ZERO, BEGUN):
+        for way in ways:
             name = f"{TITLES[way]}, rank {rank}"
             low, high = np.percentile(redrawn[name] / np.maximum(redrawn[beside], 1e-9), [2.5, 97.5])
             kept = values[name] / values[beside] if values[beside] else 0.0
@@ -251,7 +266,9 @@ def judged(
 
 
 def value(feature: Feature, rows: Sequence[Prompt], texts: Sequence[str]) -> float:
-    """Return the metric of a feature."""
+    """Return the metric of a feature; BLEU alone where it is that, since the other scores of such texts take longer."""
+    if feature.metric == "bleu":
+        return bleu(texts, [row.references for row in rows])
     return float(score(rows, texts)[feature.name][feature.metric])
 
 
@@ -287,6 +304,7 @@ def _cell(one: Mapping[str, Any], whole: float) -> str:
 
 def main() -> None:
     """Train, or measure and write a result file."""
+    names = [each.name for each in FEATURES]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("train", "measure"))
     parser.add_argument("model", type=Path, help="checkpoint in few bits")
@@ -295,6 +313,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="what the recovery adapter learns from")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16])
+    parser.add_argument("--features", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--ways", nargs="+", choices=JUDGED, default=JUDGED, metavar="WAY")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--recovery-steps", type=int, default=100)
     parser.add_argument("--batch", type=int, default=512, help="tokens of a step")
@@ -303,8 +323,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.what == "train":
-        if given.text is None:
-            parser.error("train needs --text")
+        if given.text is None and BEGUN in given.ways:
+            parser.error("train needs --text, from which the recovery adapter learns")
         train(given)
         return
     if given.json is None:

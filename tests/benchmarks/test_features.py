@@ -93,8 +93,35 @@ def test_shares_are_of_the_stored_model_with_its_own_lora() -> None:
         f"{TITLES[ZERO]}, rank 8": half,
         f"{TITLES[BEGUN]}, rank 8": right,
     }
-    found = features.judged(feature, rows, texts, [8])
+    found = features.judged(feature, rows, texts, [8], [ZERO, BEGUN])
     assert found["few bits, no LoRA"] == {"value": 0.5}
     assert found[f"{TITLES[BEGUN]}, rank 8"] == {"value": 1.0, "kept": {"estimate": 1.0, "low": 1.0, "high": 1.0}}
     kept = found[f"{TITLES[ZERO]}, rank 8"]["kept"]
     assert kept["low"] < kept["estimate"] == 0.5 < kept["high"]
+
+
+def test_one_feature_in_one_way_is_trained_and_judged_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Path] = []
+
+    def run(command: list[str], check: bool) -> None:
+        given = dict(zip(command[::-1][1::2], command[::-1][::2], strict=False))
+        make_lora(Path(given["--out"]), Path(given["--model"]), rank=4)
+        trained.append(Path(given["--out"]).relative_to(tmp_path / "work"))
+
+    asked = [*options(tmp_path, "train"), "--features", "clinc", "--ways", ZERO, "--ranks", "4"]
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", run)
+        patched.setattr("sys.argv", asked)
+        features.main()
+    assert sorted(trained) == [Path("rank-4", way, "clinc") for way in (ZERO, STORED)]
+    monkeypatch.setattr("sys.argv", ["features", "measure", *asked[2:], "--json", str(tmp_path / "a.json")])
+    monkeypatch.setattr(features, "DRAWS", 5)
+    features.main()
+    found = json.loads((tmp_path / "a.json").read_text(encoding="utf-8"))["features"]["features"]
+    assert list(found) == ["clinc"]
+    assert list(found["clinc"]["systems"]) == [
+        "stored, no LoRA",
+        "few bits, no LoRA",
+        f"{TITLES[STORED]}, rank 4",
+        f"{TITLES[ZERO]}, rank 4",
+    ]
