@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.parallel_tables import cells_of
 from benchmarks.result_files import write_report
 from vivace.parallel import prediction
+from vivace.parallel.auto import CHOSEN
 from vivace.parallel.partition import Costs, balanced, even, first_token_s, punctual
 from vivace.parallel.prediction import ShareWork, sent_of_sum, staged_s
-from vivace.parallel.runahead import CHOSEN
 
 GRID = 256
 LINK_COSTS = ("latency_s", "entry_s", "entry_work_s", "sum_s", "sum_step_s")

@@ -15,7 +15,6 @@ import torch
 import vivace
 from tests.parallel.ranks import Ended, run_ranks
 from tests.parity.families import make
-from tests.tiny_checkpoints import make_checkpoint
 from vivace.decode.session import Session
 from vivace.errors import UnsupportedError, WorldError
 from vivace.options import Options
@@ -120,52 +119,6 @@ def test_gathering_is_refused_where_layers_forget(tmp_path: Path) -> None:
     assert "sliding windows" in first
     assert isinstance(second, Ended)
     assert second.status not in (0, None)
-
-
-def test_auto_reads_the_same_and_says_what_it_expects(tmp_path: Path) -> None:
-    make("llama").save_pretrained(tmp_path)
-    alone = read(tmp_path, "torch", "float32", {})
-    make_checkpoint(tmp_path / "longer", context=512)
-
-    found, _ = run_ranks(2, read, tmp_path, "torch", "float32", {**TOGETHER, "parallel": "auto"})
-    assert_same(found, alone)
-
-    def told() -> Any:
-        engine = vivace.load(tmp_path / "longer", kernels="torch", **{**TOGETHER, "parallel": "auto"})
-        return [engine.request_for(IDS * times, Options(max_new_tokens=2)).prefill_reason for times in (1, 2)]
-
-    (nothing, reason), _ = run_ranks(2, told)
-    assert nothing is None, "one chunk is read by rank 0"
-    assert "read by" in reason
-    assert all(way in reason for way in ("one", "runahead", "sequence-causal", "pipeline-gathered", "tensor"))
-    assert "decoded by one, expected a token one " in reason
-
-
-@pytest.mark.parametrize("way", ["one", "runahead", "sequence-causal", "pipeline-gathered"])
-def test_auto_reads_in_the_way_that_it_expects_to_be_the_fastest(way: str, tmp_path: Path) -> None:
-    """Whatever that is, entries are those of one process; what cannot be chosen for one prompt is never taken."""
-    make("llama").save_pretrained(tmp_path)
-    alone = read(tmp_path, "torch", "float32", {})
-    times = dict.fromkeys(("one", "runahead", "sequence-causal", "pipeline-gathered"), 2.0)
-
-    def work() -> Any:
-        expected, taken = RunaheadPrefill.expected_s, []
-        read_in = RunaheadPrefill.read
-
-        def read_as_expected(self: RunaheadPrefill, *given: Any) -> None:
-            taken.append(given[-1])
-            read_in(self, *given)
-
-        RunaheadPrefill.expected_s = lambda *_: times | {way: 1.0, "tensor": 0.1, "pipeline": 0.1}  # type: ignore[method-assign]
-        RunaheadPrefill.read = read_as_expected  # type: ignore[method-assign]
-        try:
-            return read(tmp_path, "torch", "float32", {**TOGETHER, "parallel": "auto"}), taken
-        finally:
-            RunaheadPrefill.expected_s, RunaheadPrefill.read = expected, read_in  # type: ignore[method-assign]
-
-    (found, taken), _ = run_ranks(2, work)
-    assert taken == ([] if way == "one" else [way])
-    assert_same(found, alone)
 
 
 def test_costs_are_of_the_slowest_rank_while_all_compute(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import vivace
 from tests.parallel.ranks import Ranks, free_port
+from tests.parallel.test_auto import choosing
 from tests.parallel.test_failures import wait_until_served
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.cli.app import run
@@ -23,8 +24,12 @@ pytestmark = pytest.mark.multiprocess
 NUM_CLIENTS = 16
 
 
+LONGER = 290
+"""Tokens more of every other client's prompt where prompts are read together, which have more than one chunk."""
+
+
 def prompt_of(client: int) -> list[int]:
-    return [(7 * client + 3 * place) % 200 + 20 for place in range(5 + 3 * client)]
+    return [(7 * client + 3 * place) % 200 + 20 for place in range(5 + 3 * client + client % 2 * LONGER)]
 
 
 def body_of(client: int, **more: Any) -> bytes:
@@ -48,9 +53,10 @@ def leave_in_the_middle(port: int, client: int) -> None:
         assert connection.recv(64).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("mode", ["tensor", "runahead"])
+@pytest.mark.parametrize("mode", ["tensor", "runahead", "auto"])
 def test_sixteen_clients_and_two_that_leave(mode: str, tmp_path: Path) -> None:
-    folder, port = make_checkpoint(tmp_path), free_port()
+    """With ``auto`` half of them lie in stages."""
+    folder, port = make_checkpoint(tmp_path, context=640), free_port()
     engine = vivace.load(folder, kernels="torch", dtype="float32")
     alone = [
         engine.generate(prompt_of(client), method="plain", max_new_tokens=12 + client, ignore_eos=True)[0].text
@@ -70,6 +76,7 @@ def test_sixteen_clients_and_two_that_leave(mode: str, tmp_path: Path) -> None:
     ]
 
     def work() -> None:
+        choosing(lambda _: "pipeline")
         raise SystemExit(run(["serve", "--model", str(folder), "--port", str(port), *flags]))
 
     ranks = Ranks(2, work)

@@ -121,6 +121,8 @@ class KVCache:
         self._lead_versions = [""] * num_slots
         self.beside: KVCache | None = None
         """Entries of the sources that the slots' texts have, where the model reads sources."""
+        self.staged: set[int] = set()
+        """Slots whose entries lie layer by layer on the ranks that run them (``parallel/staged.py``)."""
         self.adapters = SlotAdapters()
         """Low-rank deltas that the rows of each slot carry in every call."""
         self._writable = [(0, 0)] * num_slots

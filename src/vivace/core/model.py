@@ -417,7 +417,7 @@ class Decoder(nn.Module):
         """
         last = self.config.num_layers if stop is None else stop
         count = len(h)
-        h, step = _padded(h, step)
+        h, step = padded(h, step)
         span = self.backend.span
         if span is not None and not span.covers(step):
             span = None
@@ -433,7 +433,7 @@ class Decoder(nn.Module):
         """Store the keys and values that rows (T, E) entering a layer have there, without taking them through it."""
         below = self.layers[layer]
         assert isinstance(below, Layer)
-        below.project(*_padded(h, step))
+        below.project(*padded(h, step))
 
     def norm(self, h: Tensor) -> Tensor:
         """Apply the final norm, (n, E) -> (n, E)."""
@@ -482,7 +482,7 @@ def sinusoids(position: Tensor, width: int, span: int) -> Tensor:
     return torch.cat((angle.sin(), angle.cos()), 1).float()
 
 
-def _padded(h: Tensor, step: Step) -> tuple[Tensor, Step]:
+def padded(h: Tensor, step: Step) -> tuple[Tensor, Step]:
     """Return rows and their call padded to a multiple of ``row_count`` with rows that store nothing."""
     missing = -len(h) % step.row_count
     if missing == 0 or step.grid is not None or step.chunk is not None:

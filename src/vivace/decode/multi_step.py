@@ -45,11 +45,13 @@ class Deciding(NamedTuple):
 
 
 def native_chain(model: Decoder, context: Context) -> Chain | None:
-    """Return what drafts or decodes in calls of the backend; None where it has none, where a session pads its calls, or
-    where it cannot add what an adapter does.
+    """Return what drafts or decodes in calls of the backend; None where it has none, where a session pads its calls,
+    where it cannot add what an adapter does, or where other machines have entries of a sequence.
     """
-    chain = model.backend.chain if context.cache.row_count == 1 else None
-    return chain if chain is None or chain.can_wear(context.cache, context.slots) else None
+    chain, cache, slots = model.backend.chain, context.cache, context.slots
+    if chain is None or cache.row_count != 1 or not cache.staged.isdisjoint(slots):
+        return None
+    return chain if chain.can_wear(cache, slots) else None
 
 
 def deciding(model: Decoder, context: Context) -> Deciding | None:

@@ -110,6 +110,10 @@ class PrefillState(SlotState, Protocol):
         """Run the next piece of each of these slots in one pass; all pieces are of one kind."""
         ...
 
+    def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Let each target go on with what is known of its source, whose prompt has been read."""
+        ...
+
 
 class FullPrefill:
     """Implements ``Prefill``: every token passes every layer, in chunks that begin at multiples of the chunk length."""

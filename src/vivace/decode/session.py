@@ -169,7 +169,7 @@ class Session:
         self._next_id += 1
         self._live[slot] = target
         self.cache.set_aside(slot, self.cache.lengths[source.slot] + target.request.max_new_tokens)
-        for state in (self.cache, source.drafting):
+        for state in (self.cache, source.prefilling, source.drafting):
             state.fork([source.slot], [slot])
         self.cache.adapters.give(slot, target.request.adapter)
         return target.id

@@ -15,11 +15,20 @@ from vivace.core.summed import Point
 from vivace.decode.prefill import FULL, Prefill
 from vivace.errors import ConfigError
 from vivace.parallel import passes
+from vivace.parallel.auto import AutoPrefill
 from vivace.parallel.collective import Wire
 from vivace.parallel.following import Follower
-from vivace.parallel.loading import LoadOptions, SharedLoading, end_following, load_share, load_stages, wire_of
+from vivace.parallel.loading import (
+    LoadOptions,
+    SharedLoading,
+    end_following,
+    load_share,
+    load_stages,
+    load_whole,
+    wire_of,
+)
 from vivace.parallel.pipeline import PipelineFollower, PipelinePrefill
-from vivace.parallel.runahead import RunaheadFollower, RunaheadPrefill
+from vivace.parallel.runahead import RunaheadFollower
 from vivace.parallel.world import World
 
 
@@ -79,7 +88,7 @@ class EveryLoading(SharedLoading):
         self._switch = SwitchedWire()
         self._loaded: list[tuple[Decoder, Prefill]] = []
         """What later calls return."""
-        self.reading = RunaheadPrefill(world)
+        self.reading = AutoPrefill(world, "runahead")
         """How the engine that was loaded first reads prompts."""
 
     def load(self, options: LoadOptions) -> Decoder:
@@ -95,7 +104,7 @@ class EveryLoading(SharedLoading):
         if self._loaded:
             decoder, self.prefill = self._loaded.pop(0)
             return decoder
-        whole = options.decoder()
+        whole = load_whole(self.world, options, is_staged=True)
         share = load_share(self.world, self._switch, options)
         stages = load_stages(self.world, options, passes.STAGES)
         for decoder in (whole, share, stages):
@@ -113,8 +122,9 @@ class EveryLoading(SharedLoading):
         self.world.compare(facts)
         if not self.world.leads:
             followers = Follower(self.world, share), RunaheadFollower(self.world, whole)
-            staged = PipelineFollower(self.world, stages, passes.STAGES)
-            end_following(self.world, *followers, staged, _WireFollower(self._switch))
+            in_stages = PipelineFollower(self.world, stages, passes.STAGES)
+            chosen = PipelineFollower(self.world, whole, passes.CHOSEN_STAGES)
+            end_following(self.world, *followers, in_stages, chosen, _WireFollower(self._switch))
         whole.backend.num_ranks = self.world.size
         self.reading.times_masked = True
         self.reading.measure(whole)

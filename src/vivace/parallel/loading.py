@@ -21,6 +21,8 @@ from vivace.core.model import Decoder
 from vivace.core.parts import Parts
 from vivace.decode.prefill import FULL, Prefill
 from vivace.errors import ConfigError, UnsupportedError, WorldError, nearest
+from vivace.parallel import passes
+from vivace.parallel.auto import AUTO, AutoPrefill, has_stages
 from vivace.parallel.collective import LinkedSum, Wire, find_wire, form_of
 from vivace.parallel.following import Follower, Following, follow
 from vivace.parallel.leading import Leader, LedBackend
@@ -38,12 +40,13 @@ from vivace.parallel.pipeline import (
 )
 from vivace.parallel.runahead import WAYS, RunaheadFollower, RunaheadPrefill
 from vivace.parallel.shares import shares_of
+from vivace.parallel.staged import StagedBackend
 from vivace.parallel.tensor import ShareParts, shard_of
 from vivace.parallel.world import World
 
 MakeBackend: TypeAlias = Callable[[torch.dtype], Backend | None]
 
-MODES = ("tensor", *WAYS, "auto", PIPELINE)
+MODES = ("tensor", *WAYS, AUTO, PIPELINE)
 """Ways to share work: every layer is divided among ranks, or every prompt is, or the layers are; "auto" chooses among
 those that divide prompts, and one rank alone, for each prompt."""
 
@@ -91,11 +94,11 @@ class SharedLoading:
         self.world = world
         self.wire = wire
         self.mode = mode
-        self.prefill: Prefill = RunaheadPrefill(world, mode)
+        self.prefill: Prefill = AutoPrefill(world) if mode == AUTO else RunaheadPrefill(world, mode)
         if mode in ("tensor", PIPELINE):
             self.prefill = FULL if mode == "tensor" else PipelinePrefill()
         """How prompts are read in full."""
-        self.reads_table = mode in (RUNAHEAD, "auto")
+        self.reads_table = mode in (RUNAHEAD, AUTO)
         """Whether boundaries of pieces are those of the table beside the model, where there is one."""
 
     @staticmethod
@@ -149,7 +152,7 @@ class SharedLoading:
                 raise UnsupportedError(
                     f"layers with sliding windows do not keep what parallel {self.mode} gathers; use runahead"
                 )
-            decoder = options.decoder()
+            decoder = load_whole(self.world, options, is_staged=self.mode == AUTO)
         decoder.store_entries(options.kv)
         self.world.compare(
             {
@@ -168,7 +171,8 @@ class SharedLoading:
         )
         if not self.world.leads:
             taking = {"tensor": Follower, PIPELINE: PipelineFollower}.get(self.mode, RunaheadFollower)
-            end_following(self.world, taking(self.world, decoder))
+            staged = [PipelineFollower(self.world, decoder, passes.CHOSEN_STAGES)] if self.mode == AUTO else []
+            end_following(self.world, taking(self.world, decoder), *staged)
         if isinstance(self.prefill, RunaheadPrefill):
             decoder.backend.num_ranks = self.world.size
             self.prefill.measure(decoder)
@@ -234,6 +238,25 @@ def load_share(
     return decoder
 
 
+def load_whole(world: World, options: LoadOptions, *, is_staged: bool) -> Decoder:
+    """Load the whole model on every rank.
+
+    Args:
+        world: the ranks.
+        options: how they load it.
+        is_staged: whether sequences may lie in stages among the ranks (``staged.py``), where layers can be divided so.
+    """
+    if not (is_staged and world.leads and has_stages(options.config, world.size)):
+        return options.decoder()
+    leader = PipelineLeader(world, passes.CHOSEN_STAGES)
+
+    def made(kind: torch.dtype) -> Backend:
+        inner = options.backend(kind)
+        return StagedBackend(TorchBackend() if inner is None else inner, leader)
+
+    return options.decoder(made)
+
+
 def load_stages(world: World, options: LoadOptions, offset: int = 0) -> Decoder:
     """Load a model whose layers are computed by the ranks one after the other.
 
@@ -244,7 +267,7 @@ def load_stages(world: World, options: LoadOptions, offset: int = 0) -> Decoder:
     """
     config = options.config
     check_model(config)
-    if config.num_layers < world.size:
+    if not has_stages(config, world.size):
         raise ConfigError(f"{world.size} ranks cannot share {config.num_layers} layers; start fewer")
     leader = PipelineLeader(world, offset) if world.leads else None
 

@@ -226,6 +226,19 @@ def layer_times(decoder: Decoder, *, masked: bool) -> Tensor:
     return torch.tensor([project_s, feed_s, step_s, *reading, *masking], dtype=torch.float64)
 
 
+@torch.inference_mode()
+def token_times(decoder: Decoder) -> tuple[float, float]:
+    """Return the seconds that the layers take for one token: on rank 0 alone, and in stages on all ranks."""
+    cache = cache_of(decoder, 1)
+    step = Step.at(cache, [0], [0])
+    h = decoder.embed(torch.zeros(1, dtype=torch.int64), step)
+    with threads_of(decoder):
+        alone_s = _median_s(lambda: decoder.run(h, step))
+        cache.staged.add(0)
+        staged_s = _median_s(lambda: decoder.run(h, step))
+    return alone_s, staged_s
+
+
 def costs_from(times: Tensor, decoder: Decoder, link: LinkSpeed, *, masked: bool) -> Costs:
     """Return costs from ``rank_times`` and the speed of a link."""
     config, (rows, places) = decoder.config, places_of(decoder)

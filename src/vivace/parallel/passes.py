@@ -20,8 +20,8 @@ from vivace.core.step import Step
 OPEN, CLOSE, RUN, COMMIT, TRUNCATE, RELEASE, RESTORE, FORK, READ, ECHO, WIRE, TIME = range(12)
 """Operations."""
 
-STAGES = 32
-"""Added to the operations of a pipeline where there is another leader."""
+STAGES, CHOSEN_STAGES = 32, 64
+"""Added to the operations of a pipeline where there is another leader, and where it is taken for some prompts only."""
 
 _DENSE = -1
 """Stands for the number of a cache in passes without one."""

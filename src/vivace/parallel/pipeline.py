@@ -106,12 +106,12 @@ class PipelineSpan(LedSpan):
     def __init__(self, decoder: Decoder, leader: PipelineLeader, inner: Span | None) -> None:
         """Run rank 0's layers as ``inner`` does where it can."""
         super().__init__(decoder, leader)
-        self._pipeline = leader
+        self.leader = leader
         self._inner = inner
 
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Run rows (T, E) through layers start..stop-1."""
-        leader = self._pipeline
+        leader = self.leader
         with leader.turn:
             try:
                 leader.begin(h, step, start, stop)
@@ -122,7 +122,7 @@ class PipelineSpan(LedSpan):
 
     def last(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Run rows through those of the layers that are rank 0's."""
-        first, end = stage_of(0, self._pipeline.world.size, len(self._layers))
+        first, end = stage_of(0, self.leader.world.size, len(self._layers))
         first, end = max(first, start), min(end, stop)
         if first >= end:
             return h
@@ -189,25 +189,35 @@ class _PipelineState(WholePrompts):
     def read_together(self, slot: int, tokens: Sequence[int]) -> None:
         """Send all chunks on their way, and compute this rank's layers of each as it arrives."""
         with self._prefill.lock:
-            self._read(slot, tokens)
+            read_chunks(self.model, self.cache, slot, tokens, self.chunk)
 
-    def _read(self, slot: int, tokens: Sequence[int]) -> None:
-        model, span = self.model, self.model.backend.span
-        assert isinstance(span, PipelineSpan)
-        leader, num_layers = span._pipeline, model.config.num_layers
-        is_chunk = len(tokens) > model.backend.rows_up_to
-        with leader.turn, nullcontext() if is_chunk else threads_of(model):
-            try:
-                waiting = []
-                for first in range(0, len(tokens), self.chunk):
-                    stop = min(first + self.chunk, len(tokens))
-                    step = Step.at(self.cache, [slot] * (stop - first), list(range(first, stop)))
-                    step = replace(step, is_prompt=True, chunk=((slot, 0, stop - first),) if is_chunk else None)
-                    h = model.embed(torch.tensor(tokens[first:stop], dtype=torch.int64), step)
-                    leader.begin(h, step, 0, num_layers)
-                    waiting.append((leader.count, step, h))
-                for number, step, h in waiting:
-                    span.last(leader.result(number, h), step, 0, num_layers)
-            except BaseException as error:
-                leader.world.close(f"{type(error).__name__}: {error}")
-                raise
+
+def read_chunks(model: Decoder, cache: KVCache, slot: int, tokens: Sequence[int], chunk: int) -> None:
+    """Send all chunks of a prompt through the stages, and compute rank 0's layers of each as it arrives.
+
+    Args:
+        model: runs layers in stages.
+        cache: has blocks for the slot's tokens, none of them committed.
+        slot: whose entries they are; every rank ends with those of its own layers.
+        tokens: of the prompt.
+        chunk: tokens that attend together.
+    """
+    span = model.backend.span
+    assert isinstance(span, PipelineSpan)
+    leader, num_layers = span.leader, model.config.num_layers
+    is_chunk = len(tokens) > model.backend.rows_up_to
+    with leader.turn, nullcontext() if is_chunk else threads_of(model):
+        try:
+            waiting = []
+            for first in range(0, len(tokens), chunk):
+                stop = min(first + chunk, len(tokens))
+                step = Step.at(cache, [slot] * (stop - first), list(range(first, stop)))
+                step = replace(step, is_prompt=True, chunk=((slot, 0, stop - first),) if is_chunk else None)
+                h = model.embed(torch.tensor(tokens[first:stop], dtype=torch.int64), step)
+                leader.begin(h, step, 0, num_layers)
+                waiting.append((leader.count, step, h))
+            for number, step, h in waiting:
+                span.last(leader.result(number, h), step, 0, num_layers)
+        except BaseException as error:
+            leader.world.close(f"{type(error).__name__}: {error}")
+            raise

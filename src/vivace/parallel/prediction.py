@@ -134,15 +134,24 @@ def prompt_times(
     return found | ({"tensor": tensor_s(length, together, works)} if works else {})
 
 
-def decoding_times(together: Costs, alone: Costs, works: Sequence[ShareWork]) -> dict[str, float]:
-    """Return how long the layers take for one token of one sequence, by the name of the way; the head is left out."""
-    num_ranks, layers = len(works), together.num_layers
+def decoding_times(together: Costs, alone: Costs, num_ranks: int, works: Sequence[ShareWork] = ()) -> dict[str, float]:
+    """Return how long the layers take for one token of one sequence, by the name of the way; the head is left out.
+
+    Args:
+        together: costs of a rank beside which all others compute.
+        alone: costs of a rank beside which the others are idle.
+        num_ranks: number of ranks.
+        works: parts of the ranks where heads and columns are divided; none leaves "tensor" out.
+    """
+    layers = together.num_layers
+    found = {
+        "one": layers * alone.step_s,
+        "pipeline": layers * alone.step_s + num_ranks * (together.latency_s + together.row_bytes_s),
+    }
+    if not works:
+        return found
     own = together.project_s / (together.project_s + together.feed_s)
     attending = max(own * work.project + (1 - own) * work.output for work in works)
     feeding = max((1 - own) * work.ffn for work in works)
     message = together.sum_step_s or together.latency_s + (num_ranks - 1) * together.row_bytes_s
-    return {
-        "one": layers * alone.step_s,
-        "tensor": layers * (together.step_s * (attending + feeding) + 2 * message),
-        "pipeline": layers * alone.step_s + num_ranks * (together.latency_s + together.row_bytes_s),
-    }
+    return found | {"tensor": layers * (together.step_s * (attending + feeding) + 2 * message)}

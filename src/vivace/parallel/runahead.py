@@ -15,8 +15,8 @@ is the first that is decoded; and layers with a sliding window send only what la
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,8 +27,6 @@ from vivace.core.seams import Drafter
 from vivace.core.step import Step
 from vivace.decode.forward import threads_of
 from vivace.decode.prefill import PrefillState
-from vivace.decode.prefix import CHUNK
-from vivace.errors import ConfigError
 from vivace.parallel import passes
 from vivace.parallel.exchange import (
     ChainExchange,
@@ -41,7 +39,6 @@ from vivace.parallel.exchange import (
 from vivace.parallel.measuring import BusyLink, costs_of_ranks, link_speed, rank_times
 from vivace.parallel.partition import Costs, balanced, even
 from vivace.parallel.partition_table import Table
-from vivace.parallel.prediction import ShareWork, decoding_times, prompt_times, share_work
 from vivace.parallel.relay import run_stage
 from vivace.parallel.whole_prompts import WholePrompts
 from vivace.parallel.world import World
@@ -54,8 +51,6 @@ WAYS = {"runahead": CHAIN, "sequence": GATHER_DENSE, "sequence-causal": GATHER, 
 """Ways by the name that users write. "sequence" is the baseline of the KV-Runahead paper: every row attends to the
 whole prompt and what it must not see is masked afterwards; the causal form leaves that work out. In
 "pipeline-gathered" ranks read in stages of layers, and entries end at rank 0 (``relay.py``)."""
-CHOSEN = (*(way for way in WAYS if way != "sequence"), "one")
-"""What "auto" chooses from: ways of whole models, so that every prompt can be read in another one."""
 ALONE = "one"
 """Stands for reading by rank 0 alone, in chunks."""
 
@@ -69,7 +64,7 @@ class RunaheadPrefill:
     drafter: Drafter | None = None
 
     def __init__(self, world: World, way: str = "runahead", table: Table | None = None) -> None:
-        """Read among the ranks of a world, of which this process is rank 0, in one of ``WAYS``, ``ALONE`` or "auto"."""
+        """Read among the ranks of a world, of which this process is rank 0, in one of ``WAYS`` or ``ALONE``."""
         self.world = world
         self.way = way
         self.table = table
@@ -82,11 +77,12 @@ class RunaheadPrefill:
         """Whether attention with a mask afterwards is measured, too, for comparing."""
         self.fixed: Sequence[int] | None = None
         """Lengths of the pieces where somebody has set them."""
-        self._lock = threading.Lock()
+        self.turn: AbstractContextManager[object] = threading.RLock()
+        """Held while ranks read together."""
 
     def open(self, model: Decoder, cache: KVCache, *, chunk: int, spans: int = 1) -> PrefillState:
         """Return the state of a session."""
-        return _RunaheadState(self, model, cache, chunk)
+        return RunaheadState(self, model, cache, chunk)
 
     def counts(self, model: Decoder, length: int, chunk: int, way: str = KIND) -> list[int]:
         """Return the lengths of the pieces of a prompt, one for each rank that takes part."""
@@ -100,64 +96,9 @@ class RunaheadPrefill:
             return searched
         return balanced(length, num_ranks, chunk, self.costs or Costs.of(model.config))
 
-    def expected_s(self, model: Decoder, length: int, chunk: int) -> dict[str, float]:
-        """Return how many seconds each way takes for a prompt of more than one chunk, by the costs.
-
-        Among them are "pipeline" and "tensor", which hold other weights or keep entries elsewhere and can therefore
-        not be chosen for one prompt; they are left out where the model cannot be shared so at all.
-        """
-        num_ranks = min(self.world.size, -(-length // chunk))
-        together = self.costs or Costs.of(model.config)
-        pieces, equal = self.counts(model, length, chunk, KIND), even(length, num_ranks, chunk)
-        works = self.works(model)
-        found = prompt_times(length, pieces, equal, together, self.alone or together, self.world.size, works)
-        return self._possible(model, found)
-
-    def _possible(self, model: Decoder, times: Mapping[str, float]) -> dict[str, float]:
-        """Leave out a pipeline of experts, or of fewer layers than ranks: nobody could start one."""
-        is_possible = model.config.moe is None and model.config.num_layers >= self.world.size
-        return {way: seconds for way, seconds in times.items() if is_possible or way != "pipeline"}
-
-    def works(self, model: Decoder) -> tuple[ShareWork, ...]:
-        """Return the ranks' parts of a layer with heads and columns divided; nothing where they cannot be."""
-        if model.config.moe is not None:
-            return ()
-        try:
-            return share_work(model.config, self.world.size)
-        except ConfigError:
-            return ()
-
-    def chosen(self, model: Decoder, expected: Mapping[str, float]) -> str:
-        """Return the fastest of the ways that can be chosen for one prompt."""
-        forgets = any(model.config.windows)  # entries out of sight are not kept, and neither gathered nor sent back
-        ways = [way for way in CHOSEN if way in expected and not (forgets and way not in ("one", KIND))]
-        return min(ways, key=lambda way: expected[way])
-
-    def reason_for(self, model: Decoder, length: int) -> str | None:
-        """Return what "auto" expects for a prompt of so many tokens, and takes; None where nothing is chosen."""
-        if self.way != "auto" or length - 1 <= CHUNK:
-            return None
-        found = self.expected_s(model, length - 1, CHUNK)
-        told = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in found.items())
-        reason = f"read by {self.chosen(model, found)}; expected {told}"
-        works = self.works(model)
-        if self.costs is not None and self.alone is not None and works:
-            steps = self._possible(model, decoding_times(self.costs, self.alone, works))
-            reason += "; decoded by one, expected a token " + ", ".join(
-                f"{w} {1e3 * s:.1f} ms" for w, s in steps.items()
-            )
-        best = min(found, key=lambda way: found[way])
-        if best not in CHOSEN:
-            reason += f"; {best} needs --parallel {best}"
-        return reason
-
     def way_for(self, model: Decoder, length: int, chunk: int) -> str:
-        """Return how a prompt is read: what was asked for, or the fastest by the costs that were measured."""
-        if length <= chunk:
-            return ALONE
-        if self.way != "auto":
-            return self.way
-        return self.chosen(model, self.expected_s(model, length, chunk))
+        """Return how a prompt is read: as was asked for, or by rank 0 alone where it is no longer than a chunk."""
+        return ALONE if length <= chunk else self.way
 
     def measure(self, model: Decoder) -> None:
         """Measure the link and a layer on all ranks, so that pieces are balanced for these machines."""
@@ -168,7 +109,7 @@ class RunaheadPrefill:
     def read(self, model: Decoder, cache: KVCache, slot: int, tokens: Sequence[int], chunk: int, way: str) -> None:
         """Fill a slot with the entries of tokens, with the help of the other ranks."""
         counts = self.counts(model, len(tokens), chunk, way)
-        with self._lock:
+        with self.turn:
             world = self.world
             try:
                 world.tell(
@@ -185,15 +126,16 @@ class RunaheadPrefill:
                 raise
 
 
-class _RunaheadState(WholePrompts):
-    """Reads the prompts of one session, each in the way that is asked for or the fastest."""
+class RunaheadState(WholePrompts):
+    """Reads the prompts of one session."""
 
     def __init__(self, prefill: RunaheadPrefill, model: Decoder, cache: KVCache, chunk: int) -> None:
+        """Read into a session's cache, in chunks of ``chunk`` tokens."""
         super().__init__(model, cache, chunk)
         self._prefill = prefill
 
     def is_shared(self, count: int) -> bool:
-        """Return whether another way is asked for, or faster, than reading it on this rank alone."""
+        """Return whether it is read in another way than by this rank alone."""
         return self._prefill.way_for(self.model, count, self.chunk) != ALONE
 
     def read_together(self, slot: int, tokens: Sequence[int]) -> None:
