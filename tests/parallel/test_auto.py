@@ -342,8 +342,11 @@ def test_a_pipeline_is_taken_where_it_gains_more_than_decoding_loses(
 
 def test_the_other_ranks_are_told_of_staged_sequences_only() -> None:
     told: list[tuple[int, ...]] = []
+    numbered: list[Any] = []
     leader: Any = SimpleNamespace(
-        number_of=lambda cache: 7, tell=lambda *given: told.append(given), world=SimpleNamespace(has_ended=False)
+        number_of=lambda cache: numbered.append(cache) or 7,
+        tell=lambda *given: told.append(given),
+        world=SimpleNamespace(has_ended=False),
     )
     cache: Any = SimpleCache(lengths=[30, 20, 10], staged={1})
     slots = StagedSlots(leader, cache)
@@ -351,6 +354,7 @@ def test_the_other_ranks_are_told_of_staged_sequences_only() -> None:
     slots.truncate([0], [4])
     slots.fork([0], [2])
     assert not told
+    assert not numbered, "the others need no cache yet"
     slots.commit([0, 1], [[0], [0, 1]])
     slots.truncate([1, 0], [5, 6])
     slots.restore(slots.saved())

@@ -78,7 +78,13 @@ class LedSlots:
         """Report what happens to a cache."""
         self._leader = leader
         self._cache = weakref.ref(cache)
-        self._number = leader.number_of(cache)
+
+    @property
+    def _number(self) -> int:
+        """The number of the cache, which the other ranks have from the first time that it is asked for."""
+        cache = self._cache()
+        assert cache is not None
+        return self._leader.number_of(cache)
 
     def commit(self, slots: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Keep these draft nodes on all ranks."""
