@@ -190,6 +190,15 @@ def test_forks_cancels_and_slots_that_are_taken_again(tmp_path: Path) -> None:
     assert led[0][0][3:] == led[0][1], "a fork goes on as its source does"
 
 
+def drained(session: Session) -> dict[int, list[int]]:
+    """The texts of all requests of a session, none of which fails."""
+    texts: dict[int, list[int]] = {}
+    for one in session.drain():
+        assert one.error is None, one.error
+        texts.setdefault(one.request_id, []).extend(one.tokens)
+    return texts
+
+
 @multiprocess
 def test_a_pass_that_fails_is_run_again_for_each(tmp_path: Path) -> None:
     """The other ranks go back as well; a slot that was rank 0's alone is staged afterwards."""
@@ -213,10 +222,7 @@ def test_a_pass_that_fails_is_run_again_for_each(tmp_path: Path) -> None:
             return greedy(*given, **named)
 
         engine.model.greedy = failing  # type: ignore[method-assign]
-        texts: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        for one in session.drain():
-            assert one.error is None, one.error
-            texts[one.request_id] += one.tokens
+        texts = drained(session)
         assert 1 in calls[2:], "it has failed"
         return texts
 
@@ -238,11 +244,7 @@ def test_pruned_prompts_beside_staged_ones(tmp_path: Path) -> None:
         pruned = replace(options, prefill="lazy", min_prompt=1)
         for prompt, how in ((LONG[:500], options), (LONG[:450], pruned)):
             session.admit(engine.request_for(prompt, how))
-        texts: dict[int, list[int]] = {0: [], 1: []}
-        for one in session.drain():
-            assert one.error is None, one.error
-            texts[one.request_id] += one.tokens
-        return texts
+        return drained(session)
 
     led, _ = run_ranks(2, work, TOGETHER)
     assert led == work({})

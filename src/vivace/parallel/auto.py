@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from vivace.core.cache import KVCache
-from vivace.core.config import ModelConfig
 from vivace.core.model import Decoder
 from vivace.decode.prefill import PrefillState
 from vivace.decode.prefix import CHUNK
@@ -19,7 +18,7 @@ from vivace.parallel.measuring import token_times
 from vivace.parallel.partition import Costs, even
 from vivace.parallel.partition_table import Table
 from vivace.parallel.pipeline import KIND as PIPELINE
-from vivace.parallel.pipeline import read_chunks
+from vivace.parallel.pipeline import PipelineLeader, has_stages, read_chunks
 from vivace.parallel.prediction import ShareWork, decoding_times, prompt_times, share_work
 from vivace.parallel.runahead import ALONE, KIND, WAYS, RunaheadPrefill, RunaheadState
 from vivace.parallel.staged import StagedSlots, staged_leader
@@ -46,13 +45,14 @@ class AutoPrefill(RunaheadPrefill):
         leader = staged_leader(model)
         if leader is None:
             return super().open(model, cache, chunk=chunk, spans=spans)
-        self.turn = leader.turn  # the other ranks do one thing at a time
-        return _AutoState(self, model, cache, chunk)
+        return _AutoState(self, leader, model, cache, chunk)
 
     def measure(self, model: Decoder) -> None:
         """Measure the link and a layer on all ranks, and the layers for one token as it can be decoded."""
         super().measure(model)
-        if staged_leader(model) is not None:
+        leader = staged_leader(model)
+        if leader is not None:
+            self.turn = leader.turn  # the other ranks do one thing at a time
             self.token_s = dict(zip((ALONE, PIPELINE), token_times(model), strict=True))
 
     def expected_s(self, model: Decoder, length: int, chunk: int) -> dict[str, float]:
@@ -107,9 +107,8 @@ class AutoPrefill(RunaheadPrefill):
         if self.way != AUTO or length - 1 <= CHUNK:
             return None
         found, steps = self.expected_s(model, length - 1, CHUNK), self.decoding_s(model)
-        chosen, decoding = self.chosen(model, found), ALONE
-        if chosen == PIPELINE:
-            decoding = PIPELINE
+        chosen = self.chosen(model, found)
+        decoding = PIPELINE if chosen == PIPELINE else ALONE
         told = ", ".join(f"{way} {seconds:.2f} s" for way, seconds in found.items())
         reason = f"read by {chosen}; expected {told}"
         if steps:
@@ -130,9 +129,9 @@ class AutoPrefill(RunaheadPrefill):
 class _AutoState(StagedSlots, RunaheadState):
     """Reads the prompts of one session, and tells the other ranks about those that lie there in stages."""
 
-    def __init__(self, prefill: AutoPrefill, model: Decoder, cache: KVCache, chunk: int) -> None:
-        leader = staged_leader(model)
-        assert leader is not None
+    def __init__(
+        self, prefill: AutoPrefill, leader: PipelineLeader, model: Decoder, cache: KVCache, chunk: int
+    ) -> None:
         RunaheadState.__init__(self, prefill, model, cache, chunk)
         StagedSlots.__init__(self, leader, cache)
 
@@ -144,8 +143,3 @@ class _AutoState(StagedSlots, RunaheadState):
             return
         self.cache.staged.add(slot)
         read_chunks(self.model, self.cache, slot, tokens, self.chunk)
-
-
-def has_stages(config: ModelConfig, num_ranks: int) -> bool:
-    """Return whether a model's layers can be divided into stages of so many ranks."""
-    return config.moe is None and config.num_layers >= num_ranks

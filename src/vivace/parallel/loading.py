@@ -22,7 +22,7 @@ from vivace.core.parts import Parts
 from vivace.decode.prefill import FULL, Prefill
 from vivace.errors import ConfigError, UnsupportedError, WorldError, nearest
 from vivace.parallel import passes
-from vivace.parallel.auto import AUTO, AutoPrefill, has_stages
+from vivace.parallel.auto import AUTO, AutoPrefill
 from vivace.parallel.collective import LinkedSum, Wire, find_wire, form_of
 from vivace.parallel.following import Follower, Following, follow
 from vivace.parallel.leading import Leader, LedBackend
@@ -37,6 +37,7 @@ from vivace.parallel.pipeline import (
     PipelineLeader,
     PipelineParts,
     PipelinePrefill,
+    has_stages,
 )
 from vivace.parallel.runahead import WAYS, RunaheadFollower, RunaheadPrefill
 from vivace.parallel.shares import shares_of
@@ -48,7 +49,7 @@ MakeBackend: TypeAlias = Callable[[torch.dtype], Backend | None]
 
 MODES = ("tensor", *WAYS, AUTO, PIPELINE)
 """Ways to share work: every layer is divided among ranks, or every prompt is, or the layers are; "auto" chooses among
-those that divide prompts, and one rank alone, for each prompt."""
+the last two, and one rank alone, for each prompt."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,11 @@ def stage_of(rank: int, num_ranks: int, num_layers: int) -> tuple[int, int]:
     return num_layers * place // num_ranks, num_layers * (place + 1) // num_ranks
 
 
+def has_stages(config: ModelConfig, num_ranks: int) -> bool:
+    """Return whether a model's layers can be divided into stages of so many ranks."""
+    return config.moe is None and config.num_layers >= num_ranks
+
+
 class PipelineParts(DenseParts):
     """Makes whole layers, and tells the leader about sessions."""
 
@@ -124,11 +129,13 @@ class PipelineSpan(LedSpan):
         """Run rows through those of the layers that are rank 0's."""
         first, end = stage_of(0, self.leader.world.size, len(self._layers))
         first, end = max(first, start), min(end, stop)
-        if first >= end:
-            return h
+        return self.run_here(h, step, first, end) if first < end else h
+
+    def run_here(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
+        """Run rows (T, E) through layers start..stop-1 on rank 0, as its own backend does."""
         if self._inner is not None and self._inner.covers(step):
-            return self._inner.run(h, step, first, end)
-        for layer in self._layers[first:end]:
+            return self._inner.run(h, step, start, stop)
+        for layer in self._layers[start:stop]:
             h = layer(h, step)
         return h
 

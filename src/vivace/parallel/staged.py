@@ -26,8 +26,8 @@ class StagedBackend(PipelineBackend):
 
     def finish(self, decoder: Decoder) -> None:
         """Prepare the span, and what decodes several tokens in one call for sequences that are not staged."""
-        self.inner.finish(decoder)
-        self.rows_up_to, self.chain = self.inner.rows_up_to, self.inner.chain
+        super().finish(decoder)
+        self.chain = self.inner.chain
         self.span = StagedSpan(decoder, self._pipeline, self.inner.span)
 
 
@@ -42,24 +42,16 @@ class StagedSpan(PipelineSpan):
         """Run rows (T, E) through layers start..stop-1."""
         staged = _staged_in(step)
         if not staged:
-            return self._run_here(h, step, start, stop)
+            return self.run_here(h, step, start, stop)
         if staged.issuperset(step.slot.tolist()):
             return super().run(h, step, start, stop)
         written = _written(step)
         is_staged = torch.isin(written.slot, torch.tensor(sorted(staged)))
         found = torch.empty_like(h)
-        for rows, run in ((is_staged.nonzero()[:, 0], super().run), ((~is_staged).nonzero()[:, 0], self._run_here)):
+        for rows, run in ((is_staged.nonzero()[:, 0], super().run), ((~is_staged).nonzero()[:, 0], self.run_here)):
             part, its_step = padded(h[rows], written.take(rows))
             found[rows] = run(part, its_step, start, stop)[: len(rows)]
         return found
-
-    def _run_here(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
-        """Run rows whose entries are all on this rank."""
-        if self._inner is not None and self._inner.covers(step):
-            return self._inner.run(h, step, start, stop)
-        for layer in self._layers[start:stop]:
-            h = layer(h, step)
-        return h
 
 
 class StagedSlots(LedSlots):
