@@ -44,9 +44,16 @@ def measured(folder: Path) -> str:
         parts.setdefault((caption, link["ranks"], link["cpu_share"]), []).append(cell)
     made = [
         f"{caption}. {note(cells)}\n\n{first_tokens(cells)}\n\n{choices(cells)}{decoding(cells)}"
-        for (caption, _, _), cells in parts.items()
+        for (caption, _, _), cells in ((key, sorted(found, key=_place)) for key, found in parts.items())
     ]
     return "\n\n".join(made) or NO_RUN
+
+
+def _place(cell: dict[str, Any]) -> tuple[float, int]:
+    """Return where a cell stands in a table: slow links first, and short prompts."""
+    mbit = cell["link"]["mbit"]
+    lengths = (row["num_tokens"] for row in cell["rows"] if row["what"] == "first token")
+    return float("inf") if mbit is None else mbit, min(lengths, default=0)
 
 
 def note(cells: Sequence[dict[str, Any]]) -> str:
