@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import threading
 import time
@@ -18,11 +19,14 @@ import vivace
 from tests.adapters.loras import make_lora
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.adapters import registry as registry_module
+from vivace.adapters.lora import FactorFile
 from vivace.adapters.registry import Registry
+from vivace.checkpoint.lora_config import CONFIG
+from vivace.checkpoint.peft import TENSORS
 from vivace.decode.request import Request
 from vivace.decode.session import Session
 from vivace.engine import Engine
-from vivace.errors import BusyError, CapacityError, ConfigError, MismatchError, NotFoundError
+from vivace.errors import BusyError, CapacityError, ConfigError, CorruptError, MismatchError, NotFoundError
 
 PLAIN: dict[str, Any] = {"max_new_tokens": 4, "method": "plain"}
 
@@ -68,6 +72,55 @@ def test_one_that_comes_back_takes_few_pieces_of_memory(base: Path, loras: dict[
     assert len({each.untyped_storage().data_ptr() for each in held}) == 1
     for _, packed in (factors.kept or {}).values():
         assert len({each.untyped_storage().data_ptr() for each in packed[1::2]}) == len(shapes)
+
+
+@pytest.mark.parametrize("kind", ["as written", "scaled", "bfloat16", "scaled bfloat16"])
+def test_a_file_is_read_again_at_once_and_in_the_same_bits(base: Path, tmp_path: Path, kind: str) -> None:
+    lora = make_lora(tmp_path / "lora", base)
+    if "scaled" in kind:
+        written = json.loads((lora / CONFIG).read_text())
+        (lora / CONFIG).write_text(json.dumps({**written, "lora_alpha": 3 * written["lora_alpha"]}))
+    if "bfloat16" in kind:
+        tensors = load_file(lora / TENSORS)
+        save_file({name: each.bfloat16() for name, each in tensors.items()}, lora / TENSORS)
+    known = vivace.load(base, dtype="bfloat16", adapters={"a": lora}).adapters.find("a")
+    assert known.factors is not None
+    assert known.file is not None, "read one by one"
+    again = known.file.read()
+    assert torch.equal(again.memory, known.factors.memory)
+    assert again.layout == known.factors.layout
+    with (lora / TENSORS).open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(CorruptError, match="is not of the length that it had"):
+        known.file.read()
+
+
+@pytest.mark.parametrize("kind", ["two dtypes", "two scales", "another order"])
+def test_a_file_in_another_order_is_read_one_by_one(base: Path, tmp_path: Path, kind: str) -> None:
+    lora = make_lora(tmp_path / "lora", base)
+    written, tensors = json.loads((lora / CONFIG).read_text()), load_file(lora / TENSORS)
+    first = next(iter(tensors))
+    if kind == "two dtypes":
+        save_file({**tensors, first: tensors[first].bfloat16()}, lora / TENSORS)
+    elif kind == "two scales":
+        (lora / CONFIG).write_text(json.dumps({**written, "alpha_pattern": {"q_proj": 3}}))
+    else:
+        header = {}
+        at, data = 0, b""
+        for name in reversed(tensors):
+            part = tensors[name].numpy().tobytes()
+            header[name] = {"dtype": "F32", "shape": list(tensors[name].shape), "data_offsets": [at, at + len(part)]}
+            at, data = at + len(part), data + part
+        text = json.dumps(header).encode()
+        (lora / TENSORS).write_bytes(len(text).to_bytes(8, "little") + text + data)
+    engine = vivace.load(base, dtype="bfloat16", adapters={"a": lora})
+    known = engine.adapters.find("a")
+    before = engine.generate("x", adapter="a", **PLAIN)[0].token_ids
+    if kind != "another order":  # a reader may take tensors in the order in which they lie
+        assert known.file is None
+    known.factors = known.pin = None
+    assert engine.generate("x", adapter="a", **PLAIN)[0].token_ids == before
+    assert engine.adapters.num_loads == 2
 
 
 def session_of(engine: Engine, *names: str | None) -> tuple[Session, list[Request]]:
@@ -162,7 +215,7 @@ def test_files_that_cannot_be_read_again_end_their_request_alone(
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(registry_module, "lora_factors", fail)
+    monkeypatch.setattr(FactorFile, "read", fail)
     while not session.can_begin(requests[1]):  # as the server's thread asks, which has to survive
         time.sleep(0.001)
     numbers.append(session.admit(requests[1]))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import vivace
 from tests.checkpoint.peft_cases import FAMILIES, STORED, filled, merged
 from tests.parity.families import VOCAB, make
-from vivace.adapters.lora import table_of
+from vivace.adapters.lora import lora_factors, table_of
 from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.peft import BASE, ModuleTable, load_lora, save_lora
 from vivace.core.low_rank import PROJECTIONS, site_shapes
@@ -269,6 +269,24 @@ def test_patterns_are_of_the_names_in_the_file(table: ModuleTable, tmp_path: Pat
     save_file(dict(zip(shapes, tensors.values(), strict=True)), tmp_path / "adapter_model.safetensors")
     read, plain = load_lora(tmp_path, table).factors, tensors[f"{_PREFIX}.lora_B.weight"]
     torch.testing.assert_close(read[(0, "q")][1], plain * 60 / 4)
+
+
+def test_a_file_that_is_known_is_read_in_one_go(base: tuple[str, Path], tmp_path: Path) -> None:
+    """The same factors of every site, also of modules that several sites share, unless there are several scales."""
+    family, folder = base
+    model = vivace.load(folder, kernels="torch", dtype="bfloat16").model
+    names, at_once = table_of(folder, model), 0
+    for case in (name for name in CASES if name.split()[0] == family):
+        write(tmp_path / case, case)
+        factors, _, file = lora_factors(tmp_path / case, names, model, base_hash(folder))
+        if file is None:
+            assert case.endswith("patterns")
+            continue
+        again, at_once = file.read(), at_once + 1
+        for found, right in ((again.down, factors.down), (again.up, factors.up)):
+            assert found.keys() == right.keys()
+            assert all(torch.equal(found[site], right[site]) for site in right)
+    assert at_once >= 6
 
 
 def test_fused_modules_are_written_with_one_down_factor_where_they_share_it(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_fixed_factors_lie_in_one_piece_of_memory() -> None:
     shared, ups = torch.randn(2, 8), [torch.randn(6, 2), torch.randn(4, 2), torch.randn(6, 2)]
     factors = {(0, name): (shared, up) for name, up in zip("qkv", ups, strict=True)}
     factors[1, "o"] = (torch.randn(3, 5).t().contiguous().t(), torch.randn(9, 3))
-    held = FixedFactors(factors, dtype=torch.bfloat16)
+    held = FixedFactors.of(factors, dtype=torch.bfloat16)
     parts = [*held.down.values(), *held.up.values()]
     assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
     assert held.nbytes == 2 * (16 + 12 + 8 + 12 + 15 + 27) == parts[0].untyped_storage().nbytes()

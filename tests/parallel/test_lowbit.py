@@ -20,6 +20,7 @@ from vivace.kernels.wire import LEAST_STEP
 from vivace.parallel.calibration import GAMMA, FeatureRange, Seen
 from vivace.parallel.collective import HalfWire, LinkedSum, summed_as_sent, summed_in_two_shots
 from vivace.parallel.lowbit import FORMS, KIND, Calibration, LowBitWire, kept_features, num_features
+from vivace.parallel.shares import columns_of
 from vivace.parallel.simulated import SimulatedLoading
 
 POINT = (0, "down")
@@ -136,13 +137,18 @@ def test_ranks_get_what_one_process_computes(count: int) -> None:
         assert answers[0][1] == {(other, "down"): 91 * wire.code(POINT).row_bytes for other in range(1, count)}
 
 
+def config_of(folder: Path, ranks: int) -> dict[str, Any]:
+    """What a calibration of these ranks notes."""
+    return {"num_ranks": ranks, "columns": columns_of(load_config(folder), ranks), "dtype": "float32"}
+
+
 def make_calibration(folder: Path, ranks: int) -> Path:
     """A calibration of a tiny model, whose ranges are made up."""
     config = load_config(folder)
     shape = (2 * config.num_layers, ranks + 1, config.width)
     tensors = {"low": torch.full(shape, -1.0), "high": torch.rand(shape) + 0.5, "step": torch.full(shape, 0.4)}
     out = folder / "adapters" / f"{KIND}-{ranks}"
-    save_adapter(out, KIND, base_hash(folder), {}, {"num_ranks": ranks, "dtype": "float32"}, tensors)
+    save_adapter(out, KIND, base_hash(folder), {}, config_of(folder, ranks), tensors)
     return out
 
 
@@ -172,19 +178,24 @@ def test_a_calibration_of_something_else_is_refused(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "a")
     make_checkpoint(tmp_path / "b", seed=1)
     folder, base = make_calibration(tmp_path / "a", 2), base_hash(tmp_path / "a")
-    assert float(Calibration.read(folder, base, 2, "float32").code(POINT, "lowbit").scales.min()) >= LEAST_STEP
+    columns = columns_of(load_config(tmp_path / "a"), 2)
+    assert float(Calibration.read(folder, base, columns, "float32").code(POINT, "lowbit").scales.min()) >= LEAST_STEP
     with pytest.raises(MismatchError, match="for ranks 2, this is ranks 4"):
-        Calibration.read(folder, base, 4, "float32")
+        Calibration.read(folder, base, columns * 2, "float32")
     with pytest.raises(MismatchError, match="for dtype float32, this is dtype bfloat16"):
-        Calibration.read(folder, base, 2, "bfloat16")
+        Calibration.read(folder, base, columns, "bfloat16")
+    with pytest.raises(
+        MismatchError, match=r"for feed-forward columns by rank \[.*\], this is .* \[1, 2\]; calibrate again"
+    ):
+        Calibration.read(folder, base, [1, 2], "float32")
     with pytest.raises(MismatchError, match="was trained on base"):
-        Calibration.read(folder, base_hash(tmp_path / "b"), 2, "float32")
+        Calibration.read(folder, base_hash(tmp_path / "b"), columns, "float32")
     with pytest.raises(NotFoundError, match="vivace train lowbit ranks=3"):
-        Calibration.read(tmp_path / "none", base, 3, "float32")
+        Calibration.read(tmp_path / "none", base, [8] * 3, "float32")
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, "kind": "medusa"}))
     with pytest.raises(MismatchError, match="not a calibration"):
-        Calibration.read(folder, base, 2, "float32")
+        Calibration.read(folder, base, columns, "float32")
 
 
 def test_errors_are_fed_back_to_the_next_sum() -> None:
@@ -236,6 +247,8 @@ def test_a_damaged_calibration_is_refused_by_name(damage: str, tmp_path: Path) -
         "flat": {name: part.flatten() for name, part in tensors.items()},
     }
     stored = {name: part for name, part in (tensors | change[damage]).items() if part is not None}
-    save_adapter(tmp_path / "lowbit-2", KIND, "abc", {}, {"num_ranks": 2, "dtype": "float32"}, stored)
+    save_adapter(
+        tmp_path / "lowbit-2", KIND, "abc", {}, {"num_ranks": 2, "columns": [8, 8], "dtype": "float32"}, stored
+    )
     with pytest.raises(CorruptError, match=r"lowbit-2 holds no calibration .*vivace train lowbit ranks=2"):
-        Calibration.read(tmp_path / "lowbit-2", "abc", 2, "float32")
+        Calibration.read(tmp_path / "lowbit-2", "abc", [8, 8], "float32")

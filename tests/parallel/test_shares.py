@@ -9,7 +9,7 @@ from vivace.checkpoint.load import fused
 from vivace.checkpoint.names import Target, TensorPiece
 from vivace.core.config import ModelConfig
 from vivace.errors import ConfigError
-from vivace.parallel.shares import shares_of
+from vivace.parallel.shares import HEAD_PART, shares_of
 
 SMOLLM2 = ModelConfig(
     **{"vocab_size": 49152, "width": 576, "num_layers": 30, "max_positions": 64},
@@ -43,11 +43,26 @@ def test_columns_make_up_for_uneven_heads() -> None:
     assert (first.kv_heads, second.kv_heads) == ((0, 2), (2, 3))
     assert first.columns[1] < 768
     work = [weights_of(share.config(SMOLLM2)) for share in (first, second)]
-    assert max(work) < 1.03 * min(work)
+    head = SMOLLM2.vocab_size * SMOLLM2.width / SMOLLM2.num_layers
+    assert work[0] + HEAD_PART * head == pytest.approx(work[1], rel=0.03)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_rank_0_holds_the_head_and_less_of_the_layers(num_ranks: int) -> None:
+    head = SMOLLM2.vocab_size * SMOLLM2.width
+    held = [SMOLLM2.num_layers * weights_of(share.config(SMOLLM2)) for share in shares_of(SMOLLM2, num_ranks)]
+    assert held[0] < min(held[1:])
+    assert (held[0] + head) / (sum(held) + head) <= {2: 0.6, 3: 0.48, 4: 0.41}[num_ranks]
+
+
+def test_a_large_head_leaves_rank_0_some_columns() -> None:
+    small = replace(SMOLLM2, num_layers=2, vocab_size=1 << 18)
+    first, second = shares_of(small, 2)
+    assert 0 < first.columns[1] < second.columns[1] - second.columns[0]
 
 
 def test_a_slow_rank_takes_less() -> None:
-    shares = shares_of(replace(SMOLLM2, num_heads=12, num_kv_heads=12), 2, [2.0, 1.0])
+    shares = shares_of(replace(SMOLLM2, num_heads=12, num_kv_heads=12, vocab_size=1), 2, [2.0, 1.0])
     work = [weights_of(share.config(SMOLLM2)) for share in shares]
     assert work[0] / work[1] == pytest.approx(2.0, rel=0.03)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,11 +16,11 @@ from vivace.checkpoint.families import family_of
 from vivace.checkpoint.files import RECOVERY
 from vivace.checkpoint.load import read_config
 from vivace.checkpoint.lora_config import CONFIG, DRAFTING
-from vivace.checkpoint.peft import TENSORS, ModuleTable, base_of, load_lora
+from vivace.checkpoint.peft import TENSORS, Lora, ModuleTable, base_of, load_lora
 from vivace.core.layers import FeedForward, Linear
-from vivace.core.low_rank import FixedFactors, Site
+from vivace.core.low_rank import FactorLayout, FixedFactors, Site
 from vivace.core.model import Decoder, Layer
-from vivace.errors import MismatchError, NotFoundError, UnsupportedError
+from vivace.errors import CorruptError, MismatchError, NotFoundError, UnsupportedError
 
 
 def recovery_of(base: Path) -> Path | None:
@@ -49,9 +52,69 @@ def why_no_lora(model: Decoder) -> str | None:
     return None
 
 
-def lora_factors(
-    folder: Path, table: ModuleTable, model: Decoder, base: str, *, is_known: bool = False
-) -> tuple[FixedFactors, str | None]:
+@dataclass(frozen=True)
+class FactorFile:
+    """A file of factors whose numbers lie in it as they do in memory, so that all of them can be read again at once."""
+
+    path: Path
+    first: int
+    """Byte at which the numbers begin."""
+    stored: torch.dtype
+    """Of the file."""
+    scale: float
+    """What up factors are multiplied by."""
+    layout: FactorLayout
+    dtype: torch.dtype
+    """In which factors are held."""
+    device: torch.device
+
+    @staticmethod
+    def of(path: Path, read: Lora, factors: FixedFactors) -> FactorFile | None:
+        """Return a file of factors, or None where they lie in it in another order, or are not all alike.
+
+        Args:
+            path: safetensors file, which ends with its numbers.
+            read: what was read from it.
+            factors: the same, held.
+        """
+        if read.stored is None or read.scale is None:
+            return None
+        memory = factors.memory
+        first = path.stat().st_size - memory.numel() * read.stored.itemsize
+        if first < 0:
+            return None
+        found = FactorFile(path, first, read.stored, read.scale, factors.layout, memory.dtype, memory.device)
+        return found if torch.equal(found.read().memory, memory) else None
+
+    def read(self) -> FixedFactors:
+        """Read the factors.
+
+        Raises:
+            CorruptError: the file has become shorter or longer.
+        """
+        numbers = torch.from_numpy(np.fromfile(self.path, np.uint8, offset=self.first))
+        if len(numbers) != self.stored.itemsize * self.layout.num_numbers:
+            raise CorruptError(f"{self.path} is not of the length that it had; load the adapter again")
+        memory = numbers.view(self.stored)
+        if self.scale != 1:
+            memory = memory.float()
+            views = self.layout.views(memory)
+            torch._foreach_mul_([views[place] for place in sorted(set(self.layout.up.values()))], self.scale)
+        return FixedFactors(memory.to(self.device, self.dtype), self.layout)
+
+
+class HeldLora(NamedTuple):
+    """A LoRA in memory."""
+
+    factors: FixedFactors
+    """In the model's precision."""
+    base: str | None
+    """The base's hash as the file has it; None where it has none."""
+    file: FactorFile | None
+    """From which it can be read again at once; None where its factors have to be looked up one by one."""
+
+
+def lora_factors(folder: Path, table: ModuleTable, model: Decoder, base: str, *, is_known: bool = False) -> HeldLora:
     """Read a LoRA for a model.
 
     Args:
@@ -61,9 +124,6 @@ def lora_factors(
         base: ``base_hash`` of the model's checkpoint.
         is_known: whether the same files were read before, so that their numbers need not be looked at again.
 
-    Returns:
-        The factors in the model's precision, and the base's hash as the file has it; None where it has none.
-
     Raises:
         CheckpointError: it is missing, broken or of another base.
         UnsupportedError: it is more than a LoRA, or the model's rows cannot carry one.
@@ -71,7 +131,8 @@ def lora_factors(
     if (reason := why_no_lora(model)) is not None:
         raise UnsupportedError(f"this model takes no LoRA: {reason}")
     read = load_lora(folder, table, base, is_known=is_known)
-    return FixedFactors(read.factors, model.device, model.dtype), read.base
+    factors = FixedFactors.of(read.factors, model.device, model.dtype)
+    return HeldLora(factors, read.base, None if is_known else FactorFile.of(folder / TENSORS, read, factors))
 
 
 def draft_weights_of(folder: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from vivace.adapters.lora import lora_factors, stamp_of, table_of, version_of
+from vivace.adapters.lora import FactorFile, lora_factors, stamp_of, table_of, version_of
 from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.peft import ModuleTable
 from vivace.core.low_rank import DeltaBank, FixedFactors, LowRankDeltas
@@ -67,6 +67,8 @@ class Known:
     """Hash of the base as its file has it; None where only names and shapes were compared."""
     stamp: tuple[tuple[int, int, int], ...] | None
     """Size, time and inode of its files when their hash was taken."""
+    file: FactorFile | None
+    """From which its factors are read again; None where they are read as they were at first."""
     factors: FixedFactors | None = None
     """None while it is not resident."""
     loading: Future[FixedFactors] | None = None
@@ -235,8 +237,8 @@ class Registry:
             raise NotFoundError("adapters can only be checked against a checkpoint folder, and this model has none")
         self._require_free(name)
         stamp = stamp_of(place)
-        factors, base = lora_factors(place, self._table, self._model, self._hash)
-        known = Known(name, place, version_of(place), self._laid_out(factors), base, stamp)
+        factors, base, file = lora_factors(place, self._table, self._model, self._hash)
+        known = Known(name, place, version_of(place), self._laid_out(factors), base, stamp, file)
         with self._lock:
             self._require_free(name)  # another thread may have taken it while the files were read
             self._make_room(known)
@@ -385,7 +387,10 @@ class Registry:
         """Read the factors of an adapter again, and lay them out; files are hashed only if their stamps differ."""
         if stamp_of(known.folder) != known.stamp and version_of(known.folder) != known.version:
             raise MismatchError(f"{known.folder} was changed while it was in use; unload it and load it again")
-        factors, _ = lora_factors(known.folder, self._table, self._model, self._hash, is_known=True)
+        if known.file is None:
+            factors = lora_factors(known.folder, self._table, self._model, self._hash, is_known=True).factors
+        else:
+            factors = known.file.read()
         self._laid_out(factors)
         return factors
 

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from vivace.checkpoint.names import Names, layout
 from vivace.core.config import ModelConfig
 from vivace.core.low_rank import Site
 from vivace.errors import CheckpointError, CorruptError, MismatchError, UnsupportedError
+
+T = TypeVar("T")
 
 TENSORS = "adapter_model.safetensors"
 BASE = "vivace_base"
@@ -115,6 +117,10 @@ class Lora:
     base: str | None
     """``base_hash`` of the model it was trained on, where its file says so."""
     settings: LoraSettings
+    scale: float | None
+    """The scale of all up factors; None where they have several."""
+    stored: torch.dtype | None
+    """Of the file; None where it has several."""
 
 
 def load_lora(
@@ -141,6 +147,8 @@ def load_lora(
     pairs = _pairs(read_tensors(place / TENSORS), table, place)
     check_targets(settings, pairs, table, place)
     factors: dict[Site, tuple[Tensor, Tensor]] = {}
+    scales = {settings.scale_of(name) for name in pairs}
+    kinds = {part.dtype for pair in pairs.values() for part in pair.values()}
     for name, found in pairs.items():
         module = table.modules[table.stem(name)]
         down, up = checked(found, module, settings.rank_of(name), place, is_known=is_known)
@@ -150,7 +158,12 @@ def load_lora(
         factors.update({site: (down, up[first:stop] if is_shared else up) for site, first, stop in module.sites})
     if not factors:
         raise CorruptError(f"{place / TENSORS} has no factors")
-    return Lora(factors, base, settings)
+    return Lora(factors, base, settings, _only(scales), _only(kinds))
+
+
+def _only(found: set[T]) -> T | None:
+    """Return the one thing of a set; None where it has several."""
+    return next(iter(found)) if len(found) == 1 else None
 
 
 def _refuse_extras(settings: LoraSettings, place: Path) -> None:

@@ -182,16 +182,49 @@ class Adapter(NamedTuple):
         """Do nothing: its factors stay in memory."""
 
 
-class FixedFactors:
-    """Fills ``DeltaBank``: one adapter whose factors never change, so that a backend lays them out once."""
+@dataclass(frozen=True)
+class FactorLayout:
+    """How the factors of an adapter lie in one piece of memory."""
 
-    def __init__(
-        self,
+    shapes: tuple[torch.Size, ...]
+    """Of all factors, which lie one behind another."""
+    down: Mapping[Site, int]
+    """The place among them of each site's down factor; sites may share one."""
+    up: Mapping[Site, int]
+
+    @property
+    def num_numbers(self) -> int:
+        """Return how many numbers all factors have."""
+        return sum(shape.numel() for shape in self.shapes)
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """Return the factors that lie in memory (n,), in their order."""
+        parts = memory.split([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+class FixedFactors:
+    """Fills ``DeltaBank``: one adapter whose factors never change, so that a backend lays them out once.
+
+    They lie in one piece of memory, so that adapters which come and go leave no gaps behind.
+    """
+
+    def __init__(self, memory: Tensor, layout: FactorLayout) -> None:
+        """Hold the factors that lie in memory (n,), the scale folded into the up factors."""
+        self.memory = memory
+        self.layout = layout
+        held = [view[None] for view in layout.views(memory)]
+        self.down = {site: held[place] for site, place in layout.down.items()}
+        self.up = {site: held[place] for site, place in layout.up.items()}
+        self._kept: dict[object, Any] = {}
+
+    @staticmethod
+    def of(
         factors: Mapping[Site, tuple[Tensor, Tensor]],
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
-        """Copy factors into one piece of memory, so that adapters which come and go leave no gaps behind.
+    ) -> FixedFactors:
+        """Copy factors into one piece of memory.
 
         Args:
             factors: down (rank, in) and up (out, rank), the scale folded in, of every site; a down factor that several
@@ -200,13 +233,14 @@ class FixedFactors:
             dtype: in which; None is the one that they share.
         """
         parts = {id(part): part for pair in factors.values() for part in pair}
+        places = {key: place for place, key in enumerate(parts)}
+        layout = FactorLayout(
+            tuple(part.shape for part in parts.values()),
+            {site: places[id(down)] for site, (down, _) in factors.items()},
+            {site: places[id(up)] for site, (_, up) in factors.items()},
+        )
         flat = torch.cat([part.reshape(-1) for part in parts.values()]) if parts else torch.empty(0)
-        memory = flat.to(device or flat.device, dtype or flat.dtype)
-        views = memory.split([part.numel() for part in parts.values()])
-        held = {key: view.view(1, *parts[key].shape) for key, view in zip(parts, views, strict=True)}
-        self.down = {site: held[id(down)] for site, (down, _) in factors.items()}
-        self.up = {site: held[id(up)] for site, (_, up) in factors.items()}
-        self._kept: dict[object, Any] = {}
+        return FixedFactors(flat.to(device or flat.device, dtype or flat.dtype), layout)
 
     @property
     def nbytes(self) -> int:

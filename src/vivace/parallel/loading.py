@@ -40,7 +40,7 @@ from vivace.parallel.pipeline import (
     has_stages,
 )
 from vivace.parallel.runahead import WAYS, RunaheadFollower, RunaheadPrefill
-from vivace.parallel.shares import shares_of
+from vivace.parallel.shares import columns_of, shares_of
 from vivace.parallel.staged import StagedBackend
 from vivace.parallel.tensor import ShareParts, shard_of
 from vivace.parallel.world import World
@@ -285,7 +285,7 @@ def wire_of(name: str, options: LoadOptions, num_ranks: int, dtype: torch.dtype)
     Raises:
         ConfigError: there is no such form.
         NotFoundError: there is no calibration.
-        MismatchError: it is of another checkpoint, number of ranks or dtype.
+        MismatchError: it is of another checkpoint, other ranks or another dtype.
     """
     found = form_of(name)
     if found is None:
@@ -296,7 +296,7 @@ def wire_of(name: str, options: LoadOptions, num_ranks: int, dtype: torch.dtype)
     if given is None or (place / f"{KIND}-{num_ranks}").is_dir():
         place = place / f"{KIND}-{num_ranks}"
     kind = str(dtype).removeprefix("torch.")
-    calibration = Calibration.read(place, base_hash(folder), num_ranks, kind)
+    calibration = Calibration.read(place, base_hash(folder), columns_of(options.config, num_ranks), kind)
     return LowBitWire(calibration, form, feeds_back=options.config.norm_placement == "pre")
 
 

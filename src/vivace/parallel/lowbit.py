@@ -64,21 +64,21 @@ class Calibration:
     """Steps of the least squared error, in units of a row's mean absolute number."""
 
     @staticmethod
-    def read(folder: str | Path, base: str, num_ranks: int, dtype: str) -> Calibration:
+    def read(folder: str | Path, base: str, columns: Sequence[int], dtype: str) -> Calibration:
         """Read a calibration folder.
 
         Args:
             folder: written by ``vivace train lowbit``.
             base: hash of the checkpoint that it is to fit.
-            num_ranks: number of ranks that it is to fit.
+            columns: how many feed-forward columns each rank computes.
             dtype: of the model that it is to fit.
 
         Raises:
             NotFoundError: there is none.
-            MismatchError: it is of another checkpoint, number of ranks or dtype, or no calibration.
+            MismatchError: it is of another checkpoint, other ranks or another dtype, or no calibration.
             CorruptError: a tensor is missing, of another shape, or not finite.
         """
-        place = Path(folder)
+        place, num_ranks = Path(folder), len(columns)
         if not place.is_dir():
             raise NotFoundError(
                 f"there is no calibration {place}; make one: vivace train lowbit ranks={num_ranks} --model MODEL "
@@ -91,6 +91,7 @@ class Calibration:
         for name, value, found in (
             ("ranks", num_ranks, config.get("num_ranks")),
             ("dtype", dtype, config.get("dtype")),
+            ("feed-forward columns by rank", list(columns), config.get("columns", "that were not noted")),
         ):
             if value != found:
                 raise MismatchError(

@@ -2,7 +2,8 @@
 
 Key/value heads and the query heads that read them stay together. Where there are fewer key/value heads than ranks,
 several ranks hold the same one, and each of them takes some of its query heads. Shares need not be equal: with three
-key/value heads on two ranks, one rank takes two of them and fewer feed-forward columns.
+key/value heads on two ranks, one rank takes two of them and fewer feed-forward columns, and rank 0 takes fewer because
+it has the head besides.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from vivace.errors import ConfigError
 GRAINS = (32, 16, 8, 4, 2, 1)
 """Feed-forward columns are dealt out in the largest of these portions of which every rank gets several: native kernels
 take them in tiles."""
+HEAD_PART = 1 / 8
+"""What the head counts beside the layers. Rank 0 alone computes it, and only for tokens of answers: an eighth of all,
+where a text has seven tokens of prompt for each one that is written."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +81,25 @@ def shares_of(config: ModelConfig, num_ranks: int, speeds: Sequence[float] | Non
     return tuple(Share(h, k, f, n) for (h, k, n), f in zip(held, columns, strict=True))
 
 
+def columns_of(config: ModelConfig, num_ranks: int) -> list[int]:
+    """Return how many feed-forward columns each of equally fast ranks computes, on which the parts of sums depend.
+
+    Raises:
+        ConfigError: so many ranks cannot share the model.
+    """
+    return [stop - first for first, stop in (share.columns for share in shares_of(config, num_ranks))]
+
+
 def _columns(
     c: ModelConfig, held: Sequence[tuple[tuple[int, int], tuple[int, int], int]], weights: Sequence[float]
 ) -> list[int]:
-    """Return how many feed-forward columns each rank takes, so that every rank has its part of all weights."""
+    """Return how many feed-forward columns each rank takes, so that every rank has its part of all work."""
     matrices = 3 if c.gated else 2
     attention = [2 * c.head_dim * (h[1] - h[0] + k[1] - k[0]) for h, k, _ in held]
-    total = sum(attention) + matrices * c.ffn_width
-    wanted = [max(0.0, (total * w / sum(weights) - own) / matrices) for w, own in zip(weights, attention, strict=True)]
+    head = HEAD_PART * c.vocab_size / c.num_layers
+    others = [own + (head if rank == 0 else 0.0) for rank, own in enumerate(attention)]
+    total = sum(others) + matrices * c.ffn_width
+    wanted = [max(0.0, (total * w / sum(weights) - own) / matrices) for w, own in zip(weights, others, strict=True)]
     grain = next(g for g in GRAINS if g == 1 or (c.ffn_width % g == 0 and c.ffn_width // g >= 4 * len(weights)))
     return [grain * count for count in _dealt(c.ffn_width // grain, wanted)]
 

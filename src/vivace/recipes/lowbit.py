@@ -15,6 +15,7 @@ from vivace.engine import load
 from vivace.errors import ConfigError, UnsupportedError
 from vivace.parallel.calibration import Seen
 from vivace.parallel.lowbit import KIND
+from vivace.parallel.shares import columns_of
 from vivace.parallel.simulated import MOST_RANKS, SimulatedLoading
 from vivace.recipes.frozen import FrozenRecipe, SavedTraining, Trainable, TrainContext, TrainedAdapter
 from vivace.train.config import LoopConfig
@@ -60,6 +61,8 @@ class LowBitConfig:
     """What a calibration is of."""
 
     num_ranks: int
+    columns: list[int]
+    """Feed-forward columns of each rank."""
     dtype: str
     sequences: int
     tokens: int
@@ -105,6 +108,7 @@ class LowBitTraining(Trainable):
                 context.report.note(f"{number} of {len(texts)} texts")
         assert engine.world is not None
         engine.world.close()
-        config = LowBitConfig(recipe.ranks, kind, len(texts), count)
+        columns = columns_of(context.engine.model.config, recipe.ranks)
+        config = LowBitConfig(recipe.ranks, columns, kind, len(texts), count)
         save_adapter(out, KIND, base, {}, asdict(config), seen.calibration(model.config, kind).tensors())
         return SavedTraining(f"ranges of {recipe.ranks} ranks on {count:,} tokens", None, None)
