@@ -209,6 +209,7 @@ def simulated(folder: Path) -> str:
     compared = [
         (
             "not shaped" if row["mbit"] is None else f"{row['mbit']:g} Mbit/s",
+            str(row["ranks"]),
             f"{row['length']:,}",
             row["way"],
             f"{row['simulated_s']:.2f}",
@@ -241,8 +242,11 @@ def simulated(folder: Path) -> str:
     return "\n\n".join(
         [
             "**Simulated**, from coefficients that a bench measured at its start, beside its times:",
-            table(("link", "tokens", "way", "simulated, s", "measured, s", "off"), compared),
-            _how_far(found["compared"]),
+            table(("link", "ranks", "tokens", "way", "simulated, s", "measured, s", "off"), compared),
+            " ".join(
+                _how_far(ranks, [row for row in found["compared"] if row["ranks"] == ranks])
+                for ranks in sorted({row["ranks"] for row in found["compared"]})
+            ),
             "**Simulated**: more ranks of that machine, a prompt of 8,184 tokens:",
             table(("link", "ranks", *ways), more),
             "**Simulated**: sequence over runahead on A100s, by how many times its multiplications attention costs, "
@@ -252,8 +256,8 @@ def simulated(folder: Path) -> str:
     )
 
 
-def _how_far(compared: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many simulated times are within a tenth of the measured ones, and the largest difference."""
+def _how_far(ranks: int, compared: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many times of so many ranks are within a tenth of the measured ones, and the largest difference."""
     off = [abs(row["simulated_s"] / row["measured_s"] - 1) for row in compared]
     near = sum(each <= 0.1 for each in off)
-    return f"{near} of {len(off)} are within 10 %, and none is further off than {max(off):.0%}."
+    return f"Of {ranks} ranks, {near} of {len(off)} are within 10 %, and none is further off than {max(off):.0%}."

@@ -223,6 +223,7 @@ def compared(measured: dict[str, Any]) -> list[dict[str, Any]]:
                 rows.append(
                     {
                         "mbit": cell["link"]["mbit"],
+                        "ranks": cell["link"]["ranks"],
                         "way": row["way"],
                         "length": row["num_tokens"],
                         "simulated_s": simulated,
@@ -269,9 +270,11 @@ def median_of(values: Sequence[Any]) -> Any:
 
 
 def more_ranks(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return times of 4 and 8 ranks of each measured machine."""
+    """Return times of 2, 4 and 8 ranks of a whole core on each link, from the run with the longest prompts there."""
     rows = []
-    for cell in measured["cells"]:
+    whole = [cell for cell in measured["cells"] if cell["link"]["cpu_share"] == 1]
+    longest = sorted(whole, key=lambda cell: max(row["num_tokens"] for row in cell["rows"]))
+    for cell in {cell["link"]["mbit"]: cell for cell in longest}.values():
         machine = machine_of(cell, measured["cells"])
         for ranks in (2, 4, 8):
             found = simulate(8184, ranks, machine)

@@ -50,6 +50,7 @@ from benchmarks import (
     prefill_tables,
     prompt_beside_streams,
     prompt_caches,
+    prompt_choice,
     prompt_pool,
     rivals_own,
     rivals_table,
@@ -212,7 +213,10 @@ def wanted(results: Sequence[Result]) -> dict[Path, str]:
             "swaps": guard_table.swaps(RESULTS / "guard"),
         },
         techniques / "guard.md": {"results": guard_table.guards(RESULTS / "guard")},
-        techniques / "prompt_pool.md": {"results": prompt_pool.tables(RESULTS / "prompt_pool")},
+        techniques / "prompt_pool.md": {
+            "results": prompt_pool.tables(RESULTS / "prompt_pool"),
+            "cost": prompt_choice.tables(RESULTS / "prompt_choice"),
+        },
         techniques / "quantized_checkpoints.md": {
             "results": chat_tables.beside_others(read_results(RESULTS / "quantized")),
             "divergence": gguf_divergence.table_of(RESULTS / "divergence" / "gguf.json"),

@@ -21,8 +21,8 @@ from vivace.core.step import Step
 
 Scoring = Literal["joint", "standalone"]
 """Whether members share one softmax, or each has its own beside the text."""
-ROWS_AT_ONCE = 256
-"""Rows whose weights are held at once."""
+ROWS_AT_ONCE = 64
+"""Rows whose weights are held at once: few enough to stay in a cache."""
 
 
 @torch.inference_mode()
@@ -41,22 +41,31 @@ def scores_of(model: Decoder, tokens: Sequence[int], keys: Sequence[Tensor], sco
     ids = torch.tensor(list(tokens), dtype=torch.int64, device=model.device)
     q = first.project(model.embed(ids, step), step).float()
     own = step.memory.stored(0)[0][0].float()
-    grouped = q.view(len(q), c.num_kv_heads, -1, c.head_dim).permute(1, 2, 0, 3)  # (K, group, T, D)
+    rows = (q.view(len(q), c.num_kv_heads, -1, c.head_dim) * c.scale).permute(1, 2, 0, 3)  # (K, group, T, D)
+    counts = [key.shape[1] for key in keys]
+    entries = torch.cat((*keys, own), 1).mT.contiguous()  # (K, D, N + T), those of all members in front
     total = torch.zeros(len(keys), dtype=torch.float64)
     for start in range(0, len(q), ROWS_AT_ONCE):
-        rows = grouped[:, :, start : start + ROWS_AT_ONCE]
-        mine = _scores(rows, own[:, : start + rows.shape[2]], c.scale, c.attention_softcap)
-        later = torch.arange(mine.shape[-1]) > torch.arange(start, start + rows.shape[2])[:, None]
-        text = mine.masked_fill(later, -torch.inf).double().logsumexp(-1)
-        each = [_scores(rows, key, c.scale, c.attention_softcap).double().logsumexp(-1) for key in keys]
-        every = torch.stack([text, *each]).logsumexp(0)
-        for place, mass in enumerate(each):
-            whole = every if scoring == "joint" else torch.logaddexp(text, mass)
-            total[place] += (mass - whole).exp().sum() / (c.num_heads * len(q) * keys[place].shape[1])
-    return [float(score) for score in total]
+        some = rows[:, :, start : start + ROWS_AT_ONCE]
+        count = some.shape[2]
+        scores = some.flatten(1, 2) @ entries[..., : sum(counts) + start + count]  # (K, group T', N + T'')
+        if c.attention_softcap is not None:
+            scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
+        later = torch.ones(count, count, dtype=torch.bool, device=scores.device).triu(1)
+        scores.view(*some.shape[:3], -1)[..., -count:].masked_fill_(later, -torch.inf)
+        total += _masses(scores, counts, scoring)
+    return [float(mass) / (c.num_heads * len(q) * count) for mass, count in zip(total, counts, strict=True)]
 
 
-def _scores(rows: Tensor, keys: Tensor, scale: float, softcap: float | None) -> Tensor:
-    """Return scaled scores of rows (K, group, T, D) with keys (K, n, D), (K, group, T, n)."""
-    scores = torch.einsum("kgtd,knd->kgtn", rows, keys) * scale
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+def _masses(scores: Tensor, counts: Sequence[int], scoring: Scoring) -> Tensor:
+    """Return how much of the weights each member gets over all rows, from scores (K, R, N + T) with those of members.
+
+    Masses are added up member by member, so that their order changes nothing.
+    """
+    sizes = [*counts, scores.shape[-1] - sum(counts)]
+    if scoring == "standalone":
+        *own, text = (part.logsumexp(-1).double() for part in scores.split(sizes, -1))
+        return torch.stack([torch.sigmoid(mass - text).sum() for mass in own])
+    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+    masses = torch.stack([part.sum(-1).double() for part in weights.split(sizes, -1)])
+    return (masses[:-1] / masses.sum(0)).sum((1, 2))
