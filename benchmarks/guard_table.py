@@ -73,11 +73,12 @@ def swaps(folder: Path) -> str:
         s, origin = written["swapping"], written["provenance"]
         shared = {"others_cpu_share": s.get("cpu_share_of_others")}
         machine = f"{captions.machine(origin, origin['best_kernels'])}{captions.others(shared)}"
+        mebibytes = round(s["grown_kib"] / 1024)
+        grown = f"grew by {mebibytes} MiB" if mebibytes > 0 else "did not grow"
         parts.append(
             f"**{s['model']}**, {s['clients']} clients for {s['seconds']:.0f} s, {s['adapters']} LoRAs of "
             f"rank {s['rank']} and room for {s['room']}: {s['swaps']} swaps, each {s['swap_p50_ms']:.0f} ms "
-            f"(p99 {s['swap_p99_ms']:.0f} ms); the process grew by "
-            f"{s['grown_kib'] / 1024:.0f} MiB meanwhile. {machine}."
+            f"(p99 {s['swap_p99_ms']:.0f} ms); the process {grown} meanwhile. {machine}."
         )
         pairs = {"the same LoRAs all the time": s["without_swaps"], "LoRAs that come and go": s["with_swaps"]}
         rows = [

@@ -101,21 +101,29 @@ def _tables(written: Mapping[str, Any]) -> list[str]:
     p = written["prompt_choice"]
     caption = (
         f"**{p['model']}**, bfloat16, {p['members']} members of {p['entries']} entries; seconds to the first token, "
-        f"and tokens per second of the {p['new_tokens']} that follow, medians of {p['repeats']} rounds. "
+        f"medians of {p['repeats']} rounds; ratios, also of the speed of the {p['new_tokens']} tokens that follow, are "
+        "of the same round, with the lowest and the highest. "
         f"{captions.machine(written['provenance'], written['kernels'])}."
     )
     rows = []
     for length in p["first_s"][ALONE]:
         first = {way: median(by_length[length]) for way, by_length in p["first_s"].items()}
-        speed = {way: median(by_length[length]) for way, by_length in p["tokens_per_s"].items()}
         shown = [f"{first[way]:.3f}" for way in (ALONE, LONGER, NAMED, CHOSEN)]
-        share = _spread([c / n for c, n in zip(p["first_s"][CHOSEN][length], p["first_s"][NAMED][length], strict=True)])
-        rows.append((f"{int(length):,}", *shown, share, f"{speed[CHOSEN] / speed[LONGER]:.2f}x"))
+        more = _paired(p["first_s"], length, CHOSEN, NAMED)
+        fast = [_paired(p["tokens_per_s"], length, CHOSEN, way) for way in (NAMED, LONGER)]
+        times = [f"{median(each):.2f}x ({min(each):.2f} to {max(each):.2f})" for each in fast]
+        rows.append((f"{int(length):,}", *shown, _more(more), *times))
     heads = ("tokens", *(f"{way}, s" for way in (ALONE, LONGER, NAMED, CHOSEN)))
-    return [caption, table((*heads, "chosen beside named", "decoding beside the longer prompt"), rows)]
+    beside = ("chosen beside named", "decoding beside named", "beside the longer prompt")
+    return [caption, table((*heads, *beside), rows)]
 
 
-def _spread(ratios: Sequence[float]) -> str:
+def _paired(found: Mapping[str, Mapping[str, Sequence[float]]], length: str, one: str, other: str) -> list[float]:
+    """Return the ratio of two ways in each round."""
+    return [a / b for a, b in zip(found[one][length], found[other][length], strict=True)]
+
+
+def _more(ratios: Sequence[float]) -> str:
     return f"{median(ratios) - 1:+.1%} ({min(ratios) - 1:+.1%} to {max(ratios) - 1:+.1%})"
 
 
