@@ -60,7 +60,7 @@ class FactorFile:
     first: int
     """Byte at which the numbers begin."""
     stored: torch.dtype
-    """Of the file."""
+    """In which the file has them."""
     scale: float
     """What up factors are multiplied by."""
     layout: FactorLayout

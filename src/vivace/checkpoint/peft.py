@@ -120,7 +120,7 @@ class Lora:
     scale: float | None
     """The scale of all up factors; None where they have several."""
     stored: torch.dtype | None
-    """Of the file; None where it has several."""
+    """In which the file has all factors; None where it has them in several."""
 
 
 def load_lora(

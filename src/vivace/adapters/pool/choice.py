@@ -44,7 +44,7 @@ def scores_of(model: Decoder, tokens: Sequence[int], keys: Sequence[Tensor], sco
     rows = (q.view(len(q), c.num_kv_heads, -1, c.head_dim) * c.scale).permute(1, 2, 0, 3)  # (K, group, T, D)
     counts = [key.shape[1] for key in keys]
     entries = torch.cat((*keys, own), 1).mT.contiguous()  # (K, D, N + T), those of all members in front
-    total = torch.zeros(len(keys), dtype=torch.float64)
+    total = torch.zeros(len(keys), dtype=torch.float64, device=q.device)
     for start in range(0, len(q), ROWS_AT_ONCE):
         some = rows[:, :, start : start + ROWS_AT_ONCE]
         count = some.shape[2]
