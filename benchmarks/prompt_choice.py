@@ -27,6 +27,7 @@ from benchmarks import captions
 from benchmarks.result_files import tables_of, write_report
 from tools.blocks import table
 from vivace.adapters.pool.pool import AUTO, NONE
+from vivace.checkpoint.load import load_config
 from vivace.checkpoint.soft_prompt import save_soft_prompt
 from vivace.checkpoint.tokenizer import load_tokenizer
 from vivace.engine import Engine
@@ -38,11 +39,11 @@ ALONE, NAMED, CHOSEN, LONGER = "no soft prompt", "named", "chosen", "a longer pr
 
 def make_pool(model: Path, folder: Path, members: int, entries: int) -> list[str]:
     """Write a pool of random members; return their names."""
-    width, generator = vivace.load(model).model.config.width, torch.Generator().manual_seed(0)
-    names = [f"{entries}-{seed}" for seed in range(members)]
+    width, tokenizer = load_config(model).width, load_tokenizer(model)
+    names, generator = [f"{entries}-{seed}" for seed in range(members)], torch.Generator().manual_seed(0)
     for name in names:
         drawn = torch.randn(entries, width, generator=generator) / width**0.5
-        save_soft_prompt(folder / name, drawn, load_tokenizer(model), model.name)
+        save_soft_prompt(folder / name, drawn, tokenizer, model.name)
     return names
 
 

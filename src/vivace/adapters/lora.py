@@ -81,10 +81,8 @@ class FactorFile:
             return None
         memory = factors.memory
         first = path.stat().st_size - memory.numel() * read.stored.itemsize
-        if first < 0:
-            return None
         found = FactorFile(path, first, read.stored, read.scale, factors.layout, memory.dtype, memory.device)
-        return found if torch.equal(found.read().memory, memory) else None
+        return found if torch.equal(found._numbers(), memory) else None
 
     def read(self) -> FixedFactors:
         """Read the factors.
@@ -92,6 +90,9 @@ class FactorFile:
         Raises:
             CorruptError: the file has become shorter or longer.
         """
+        return FixedFactors(self._numbers(), self.layout)
+
+    def _numbers(self) -> Tensor:
         numbers = torch.from_numpy(np.fromfile(self.path, np.uint8, offset=self.first))
         if len(numbers) != self.stored.itemsize * self.layout.num_numbers:
             raise CorruptError(f"{self.path} is not of the length that it had; load the adapter again")
@@ -100,7 +101,7 @@ class FactorFile:
             memory = memory.float()
             views = self.layout.views(memory)
             torch._foreach_mul_([views[place] for place in sorted(set(self.layout.up.values()))], self.scale)
-        return FixedFactors(memory.to(self.device, self.dtype), self.layout)
+        return memory.to(self.device, self.dtype)
 
 
 class HeldLora(NamedTuple):

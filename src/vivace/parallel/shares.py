@@ -97,9 +97,9 @@ def _columns(
     matrices = 3 if c.gated else 2
     attention = [2 * c.head_dim * (h[1] - h[0] + k[1] - k[0]) for h, k, _ in held]
     head = HEAD_PART * c.vocab_size / c.num_layers
-    others = [own + (head if rank == 0 else 0.0) for rank, own in enumerate(attention)]
-    total = sum(others) + matrices * c.ffn_width
-    wanted = [max(0.0, (total * w / sum(weights) - own) / matrices) for w, own in zip(weights, others, strict=True)]
+    besides = [own + (head if rank == 0 else 0.0) for rank, own in enumerate(attention)]
+    total = sum(besides) + matrices * c.ffn_width
+    wanted = [max(0.0, (total * w / sum(weights) - own) / matrices) for w, own in zip(weights, besides, strict=True)]
     grain = next(g for g in GRAINS if g == 1 or (c.ffn_width % g == 0 and c.ffn_width // g >= 4 * len(weights)))
     return [grain * count for count in _dealt(c.ffn_width // grain, wanted)]
 
