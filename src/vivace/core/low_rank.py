@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from vivace.core.config import ModelConfig
 from vivace.core.trained import Trained
 from vivace.kernels import reference as kernels
+from vivace.kernels.huge_pages import HugePages
 
 Site = tuple[int, str]
 """(layer, "q" | "k" | "v" | "o" | "gate" | "up" | "down" | "mlp")."""
@@ -206,14 +207,15 @@ class FactorLayout:
 class FixedFactors:
     """Fills ``DeltaBank``: one adapter whose factors never change, so that a backend lays them out once.
 
-    They lie in one piece of memory, so that adapters which come and go leave no gaps behind.
+    They lie in one piece of memory, so that adapters which come and go leave no gaps behind, and in huge pages: factors
+    are many and short, so that a step begins to read in another place thousands of times.
     """
 
     def __init__(self, memory: Tensor, layout: FactorLayout) -> None:
         """Hold the factors that lie in memory (n,), the scale folded into the up factors."""
-        self.memory = memory
+        self.memory = HugePages(memory.nbytes).hold(memory)
         self.layout = layout
-        held = [view[None] for view in layout.views(memory)]
+        held = [view[None] for view in layout.views(self.memory)]
         self.down = {site: held[place] for site, place in layout.down.items()}
         self.up = {site: held[place] for site, place in layout.up.items()}
         self._kept: dict[object, Any] = {}

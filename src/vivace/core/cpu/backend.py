@@ -38,6 +38,7 @@ from vivace.core.summed import SummedLinear, SummedProjection
 from vivace.errors import UnsupportedError
 from vivace.kernels.coded import Coded
 from vivace.kernels.exact import pack_exact
+from vivace.kernels.huge_pages import HugePages
 from vivace.kernels.low_bit import Weights, quantise, size_of
 from vivace.kernels.native import MAX_GROUP, NativeBody, narrowed
 from vivace.kernels.screen import Screen, screen_of
@@ -77,6 +78,7 @@ class CpuBackend:
         self.weights: Weights = weights
         self.joins_layers = joins_layers
         self.screens_head = screens_head
+        self.memory = HugePages()
         self.span: Span | None = None
         self.chain: Chain | None = None
         self.num_ranks = 1
@@ -130,14 +132,13 @@ class CpuBackend:
             weight = rows.weight if isinstance(rows, NarrowRows) else decoder.embedding
             decoder.lm_head = TiedHead(self.body, weight, self._screen(decoder, weight))
         elif isinstance(head, Linear):
-            assert self.body is not None
-            decoder.lm_head = PackedLinear(self.body, head.weight, head.bias, self._screen(decoder, head.weight))
+            decoder.lm_head = self._packed(head.weight, head.bias, self._screen(decoder, head.weight))
         if self.body is not None and isinstance(decoder.final_norm, RMSNorm | LayerNorm):
             decoder.final_norm = NativeNorm(self.body, decoder.final_norm)
 
     def _lay_out_ends(self, decoder: Decoder, rows: Coded) -> None:
         """Lay out an embedding that is stored in eight bits, and the head."""
-        table, head = rows.packed(), decoder.lm_head
+        table, head = self.memory.hold_parts(rows.packed()), decoder.lm_head
         decoder.embedding_rows = LowBitRows(table, decoder.dtype, self.body)
         if head is None:
             decoder.lm_head = LowBitLinear(table, None, self.body)
@@ -154,10 +155,13 @@ class CpuBackend:
 
     def _screen(self, decoder: Decoder, weight: Tensor) -> Screen | None:
         """Return the screen of a head (V, E), or None where it has none."""
-        if self.screens_head is None:
-            reason = self._why_no_screen(decoder)
-            return screen_of(weight) if reason is None and weight.nbytes >= SCREENED_BYTES else None
-        return screen_of(weight) if self.screens_head else None
+        is_screened = self.screens_head
+        if is_screened is None:
+            is_screened = self._why_no_screen(decoder) is None and weight.nbytes >= SCREENED_BYTES
+        if not is_screened:
+            return None
+        screen = screen_of(weight)
+        return replace(screen, codes=self.memory.hold_parts(screen.codes))
 
     def _why_no_screen(self, decoder: Decoder) -> str | None:
         """Return why a decoder's head cannot be screened, or None if it can."""
@@ -175,7 +179,8 @@ class CpuBackend:
         is_exact = self.weights == "exact12"
         weight = decoder.embedding if decoder.lm_head is None else getattr(decoder.lm_head, "weight", None)
         screen = None if weight is None else self._screen(decoder, weight)
-        table = pack_exact(decoder.embedding, "exact12_rows") if is_exact else quantise(decoder.embedding, "int8")
+        rows = pack_exact(decoder.embedding, "exact12_rows") if is_exact else quantise(decoder.embedding, "int8")
+        table = self.memory.hold_parts(rows)
         decoder.embedding_rows = LowBitRows(table, decoder.dtype, self.body)
         decoder.embedding = frozen(decoder.embedding.new_empty(0, decoder.config.width))
         head = decoder.lm_head
@@ -183,7 +188,7 @@ class CpuBackend:
             decoder.lm_head = LowBitLinear(table, None, self.body, screen)
         elif isinstance(head, Linear):
             kept = quantise(head.weight, "exact12" if is_exact else "int8")
-            decoder.lm_head = LowBitLinear(kept, head.bias, self.body, screen)
+            decoder.lm_head = LowBitLinear(self.memory.hold_parts(kept), head.bias, self.body, screen)
 
     def pack_layer(self, decoder: Decoder, index: int) -> None:
         """Pack one layer."""
@@ -221,7 +226,7 @@ class CpuBackend:
 
     def projection(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
         """Make a module that multiplies by a matrix (out, in) of a method, in bfloat16."""
-        return Linear.of(weight, bias) if self.body is None else PackedLinear(self.body, weight, bias)
+        return Linear.of(weight, bias) if self.body is None else self._packed(weight, bias)
 
     def lay_out(self, factors: FixedFactors) -> int:
         """Pack an adapter's factors for spans, if layers run so; return the bytes that this takes."""
@@ -234,11 +239,14 @@ class CpuBackend:
     def linear(self, weight: Tensor | Coded, bias: Tensor | None) -> PackedLinear | LowBitLinear:
         """Make the packed or quantized module of a matrix (out, in), or of its codes as they are stored."""
         if not isinstance(weight, Tensor):
-            return LowBitLinear(weight.packed(), bias, self.body)
+            return LowBitLinear(self.memory.hold_parts(weight.packed()), bias, self.body)
         if self.weights != "bf16":
-            return LowBitLinear(quantise(weight, self.weights), bias, self.body)
+            return LowBitLinear(self.memory.hold_parts(quantise(weight, self.weights)), bias, self.body)
+        return self._packed(weight, bias)
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, screen: Screen | None = None) -> PackedLinear:
         assert self.body is not None, "PyTorch takes bfloat16 as it is"
-        return PackedLinear(self.body, weight, bias)
+        return PackedLinear(self.body, weight, bias, screen, self.memory)
 
     def _replace(self, parent: nn.Module) -> None:
         for name, child in list(parent.named_children()):

@@ -23,6 +23,7 @@ from vivace.core.low_rank import add_low_rank
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.step import Step
 from vivace.core.summed import SummedProjection
+from vivace.kernels.huge_pages import HugePages
 from vivace.kernels.library import LANES
 from vivace.kernels.native import Matrix, NativeBody, narrowed, pack
 from vivace.kernels.screen import Screen
@@ -43,7 +44,12 @@ class PackedLinear(nn.Module):
     """``x W^T + b`` with packed weights, optionally added to a residual."""
 
     def __init__(
-        self, body: NativeBody, weight: Tensor, bias: Tensor | None = None, screen: Screen | None = None
+        self,
+        body: NativeBody,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        screen: Screen | None = None,
+        memory: HugePages | None = None,
     ) -> None:
         """Pack a matrix (out, in), or share tiles (tiles, pairs, 16, 2) that were packed before.
 
@@ -54,15 +60,19 @@ class PackedLinear(nn.Module):
             weight: the matrix, or its tiles.
             bias: (out,), or None.
             screen: bounds by which ``greedy`` skips most outputs.
+            memory: where tiles that are made here lie; None is PyTorch's.
         """
         super().__init__()
         self.body = body
         self.screen = screen
         is_packed = weight.dim() == 4
-        tiles, pairs = weight.shape[:2]
-        self.out_width, self.in_width = (tiles * LANES, pairs * 2) if is_packed else weight.shape
-        kept = narrowed(weight) if not is_packed and body.dtype == torch.float32 else weight
-        self.weight = frozen(kept if is_packed else pack(kept, body.dtype))
+        count, pairs = weight.shape[:2]
+        self.out_width, self.in_width = (count * LANES, pairs * 2) if is_packed else weight.shape
+        tiles = weight
+        if not is_packed:
+            tiles = pack(narrowed(weight) if body.dtype == torch.float32 else weight, body.dtype)
+            tiles = tiles if memory is None else memory.hold(tiles)
+        self.weight = frozen(tiles)
         """Tiles (tiles, pairs, 16, 2), as ``pack`` arranges them."""
         self.bias = None if bias is None else frozen(bias.contiguous())
 

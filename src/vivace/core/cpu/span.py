@@ -28,6 +28,7 @@ from vivace.core.low_rank import FixedFactors, LowRankDeltas, Site
 from vivace.core.moe import ResidentExperts
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
+from vivace.kernels.huge_pages import HugePages
 from vivace.kernels.library import (
     ACTIVATIONS,
     FORMATS,
@@ -311,9 +312,11 @@ def _packed_together(ups: Mapping[Site, Tensor]) -> dict[Site, Tensor]:
     of_shape: dict[torch.Size, list[Site]] = {}
     for site, up in ups.items():
         of_shape.setdefault(up.shape, []).append(site)
+    packs = [pack(torch.stack([ups[site] for site in sites])) for sites in of_shape.values()]
+    memory = HugePages(sum(each.nbytes for each in packs))
     found: dict[Site, Tensor] = {}
-    for sites in of_shape.values():
-        found |= zip(sites, pack(torch.stack([ups[site] for site in sites])), strict=True)
+    for sites, packed in zip(of_shape.values(), packs, strict=True):
+        found |= zip(sites, memory.hold(packed), strict=True)
     return found
 
 

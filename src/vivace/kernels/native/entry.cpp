@@ -65,6 +65,8 @@ int64_t num_items(const Span& s, int64_t layer, Kind kind) {
     switch (kind) {
         case QKV:
             return items(l.qkv, s.threads) + lower;
+        case HEADS:
+            return 2 * c.rows;
         case ATTEND:
             return attention_items(c.rows, s.plan->kv_heads);
         case BEFORE_OUTPUT:
@@ -96,7 +98,7 @@ int64_t num_items(const Span& s, int64_t layer, Kind kind) {
             if (l.mixture != nullptr) return s.most_experts(layer) * items(l.mixture->experts->up, s.threads) + lower;
             return fed * items(l.up, s.threads) * (s.plan->is_gated && !s.is_fused(layer) ? 2 : 1) + lower;
         case ACTIVATE:
-            return l.mixture != nullptr || s.is_fused(layer) ? 0 : c.num_feed;
+            return l.mixture != nullptr || s.is_fused(layer) ? 0 : c.num_feed * s.activate_parts();
         case BEFORE_DOWN:
             if (l.mixture != nullptr) return is_low_bit(l.mixture->experts->down) ? s.num_seats(layer) : 0;
             return is_low_bit(l.down) ? c.num_feed : 0;

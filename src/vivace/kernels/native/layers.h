@@ -34,15 +34,15 @@ void lower(const Span& s, int64_t index, const bf16* x, int64_t rows, int64_t fi
     });
 }
 
-// y = round(y + round(up low)) for neighbouring rows of one adapter, outputs of tiles first..stop-1.
+// y = round(y + round(up low)) for neighbouring rows that have the same adapter or none, outputs of tiles first..stop-1.
 void raise(const Span& s, int64_t index, int64_t row, int64_t count, bf16* y, int64_t first, int64_t stop) {
     const Delta& t = s.call->deltas[index];
+    if (t.which[row] < 0) return;
     project(up_of(t, t.which[row]), s.low[index] + row * even(t.rank), y, y, count, first, stop);
 }
 
 void raise(const Span& s, int64_t index, int64_t row, bf16* y) {
-    const Delta& t = s.call->deltas[index];
-    if (t.which[row] >= 0) raise(s, index, row, 1, y, 0, (t.out + LANES - 1) / LANES);
+    raise(s, index, row, 1, y, 0, (s.call->deltas[index].out + LANES - 1) / LANES);
 }
 
 // Calls use(index, site) for the deltas of a layer, in the order of the call.
@@ -91,24 +91,38 @@ void norm_heads(bf16* x, const Gain& gain, int64_t heads, const Plan& p) {
         norm_row(x + i, gain, x + i, width, p.norm_eps, p.norm_offset);
 }
 
-// Adds the deltas of a row's heads, applies QK-norm, limits and rotation, and stores keys and values if the row is a
-// writing one.
-void finish_heads(const Span& s, int64_t layer, int64_t row) {
+void rotate_heads(const Span& s, int64_t layer, int64_t row, bf16* x, int64_t heads) {
+    const int64_t rotated = s.plan->rotated, rope = s.layer(layer).rope;
+    if (rotated == 0) return;
+    const bf16 *cos = s.call->cosines[rope] + row * rotated, *sin = s.call->sines[rope] + row * rotated;
+    for (int64_t i = 0; i < heads; ++i) rotate(x + i * s.plan->head_width, cos, sin, rotated);
+}
+
+// Adds the deltas of a row's queries, and applies QK-norm, limits and rotation to them.
+void finish_queries(const Span& s, int64_t layer, int64_t row) {
+    const Plan& p = *s.plan;
+    const Layer& l = s.layer(layer);
+    bf16* q = s.qkv + row * s.qkv_width();
+    for_deltas(s, layer, [&](int64_t t, int64_t site) {
+        if (site == SITE_Q) raise(s, t, row, q);
+    });
+    norm_heads(q, l.q_norm, p.heads, p);
+    if (p.clip != 0) clip(q, s.query_width(), p.clip);
+    rotate_heads(s, layer, row, q, p.heads);
+}
+
+// Does the same to a row's keys and values, and stores them if the row is a writing one.
+void finish_entries(const Span& s, int64_t layer, int64_t row) {
     const Plan& p = *s.plan;
     const Call& c = *s.call;
     const Layer& l = s.layer(layer);
-    bf16* q = s.qkv + row * s.qkv_width();
-    bf16 *k = q + s.query_width(), *v = k + s.key_width();
+    bf16 *k = s.qkv + row * s.qkv_width() + s.query_width(), *v = k + s.key_width();
     for_deltas(s, layer, [&](int64_t t, int64_t site) {
-        if (site <= SITE_V) raise(s, t, row, site == SITE_Q ? q : site == SITE_K ? k : v);
+        if (site == SITE_K || site == SITE_V) raise(s, t, row, site == SITE_K ? k : v);
     });
-    norm_heads(q, l.q_norm, p.heads, p);
     norm_heads(k, l.k_norm, p.kv_heads, p);
-    if (p.clip != 0) clip(q, s.qkv_width(), p.clip);
-    if (p.rotated > 0) {
-        const bf16 *cos = c.cosines[l.rope] + row * p.rotated, *sin = c.sines[l.rope] + row * p.rotated;
-        for (int64_t i = 0; i < p.heads + p.kv_heads; ++i) rotate(q + i * p.head_width, cos, sin, p.rotated);
-    }
+    if (p.clip != 0) clip(k, 2 * s.key_width(), p.clip);
+    rotate_heads(s, layer, row, k, p.kv_heads);
     if (row >= c.num_write) return;
     const Places& places = c.places[c.start + layer];
     const int64_t place = places.of(c.slot[row], c.entry[row] - places.shift(c.slot[row]));
@@ -215,14 +229,18 @@ void up_item(const Span& s, int64_t layer, int64_t item) {
     project_item(s, layer, UP, item - gates, l.up, s.x, s.inner, rows);
 }
 
-void activate_row(const Span& s, int64_t layer, int64_t row) {
-    const int64_t ffn = s.plan->ffn_width;
-    bf16 *gate = s.gates + row * ffn, *up = s.inner + row * ffn;
+// Adds the deltas of gate and up, and activates: a row, or some of its neurons where there are few rows.
+void activate_item(const Span& s, int64_t layer, int64_t item) {
+    const int64_t ffn = s.plan->ffn_width, count = (ffn + LANES - 1) / LANES, parts = s.activate_parts();
+    const int64_t row = item / parts, part = item % parts;
+    const int64_t first = count * part / parts, stop = count * (part + 1) / parts;
+    bf16 *gates = s.gates + row * ffn, *ups = s.inner + row * ffn;
     for_deltas(s, layer, [&](int64_t t, int64_t site) {
-        if (site == SITE_GATE || site == SITE_UP) raise(s, t, row, site == SITE_GATE ? gate : up);
+        if (site == SITE_GATE || site == SITE_UP) raise(s, t, row, 1, site == SITE_GATE ? gates : ups, first, stop);
     });
-    if (s.plan->is_gated) activate(gate, up, up, ffn, s.plan->activation);
-    else activate(up, nullptr, up, ffn, s.plan->activation);
+    const int64_t start = first * LANES, end = stop * LANES < ffn ? stop * LANES : ffn;
+    const bf16* up = s.plan->is_gated ? ups + start : nullptr;
+    activate((up == nullptr ? ups : gates) + start, up, ups + start, end - start, s.plan->activation);
 }
 
 // Chooses the experts of all rows, and gives the rows of each expert neighbouring seats.
@@ -292,7 +310,7 @@ void span_item(const void* context, int64_t phase, int64_t item) {
         case QKV:
             return project_item(s, layer, QKV, item, l.qkv, s.x, s.qkv, rows);
         case HEADS:
-            return finish_heads(s, layer, item);
+            return item < rows ? finish_queries(s, layer, item) : finish_entries(s, layer, item - rows);
         case ATTEND:
             return attend_item(s, layer, item);
         case BEFORE_OUTPUT:
@@ -325,7 +343,7 @@ void span_item(const void* context, int64_t phase, int64_t item) {
         case UP:
             return l.mixture == nullptr ? up_item(s, layer, item) : expert_item(s, layer, UP, item);
         case ACTIVATE:
-            return activate_row(s, layer, item);
+            return activate_item(s, layer, item);
         case BEFORE_DOWN:
             return prepare(l.mixture == nullptr ? l.down : l.mixture->experts->down, s.inner, s.prepared, item);
         case DOWN:

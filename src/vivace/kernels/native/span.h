@@ -57,6 +57,8 @@ struct Span {
     }
     // Whether gate, up and activation are computed together: no deltas are added between projections and activation.
     bool is_fused(int64_t index) const { return !has(index, SITE_GATE) && !has(index, SITE_UP); }
+    // Items into which the activation of a row is divided, so that few rows keep all threads busy.
+    int64_t activate_parts() const { return call->num_feed < 2 * threads ? 2 * threads : 1; }
 };
 
 // The phase in which a site's input is ready, in which the down factors of its deltas are multiplied too.
