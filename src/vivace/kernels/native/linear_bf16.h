@@ -160,16 +160,20 @@ void sum_rows(const Matrix& m, int64_t tile, const bf16* x, int64_t stride, int6
     }
 }
 
-// sums[i][r][lane] of tiles tile..tile+count-1. A row by itself waits for memory only, and reads one stream.
+// sums[i][r][lane] of tiles tile..tile+count-1. Few rows wait for memory, which reads ahead by itself; a single row takes
+// tiles one after another, as one stream.
 template <class W = bf16, bool FETCHES = true>
 inline void sum_number_tiles(const Matrix& m, int64_t tile, int count, const bf16* x, int64_t stride, int64_t rows,
                              float* sums) {
     const int64_t pairs = (m.in + 1) / 2;
     const W* w[GROUP];
     for (int i = 0; i < count; ++i) w[i] = (const W*)m.weight + (tile + i) * pairs * 2 * LANES;
-    if (FETCHES && rows == 1)
+    if (FETCHES && rows == 1) {
         for (int i = 0; i < count; ++i) sum_block<1, 1, false>(w + i, pairs, x, stride, sums + i * LANES);
-    else SUM_TILES<FETCHES, W>[rows - 1](w, count, pairs, x, stride, sums);
+        return;
+    }
+    const auto sum = FETCHES && rows >= LEAST_FETCHED ? SUM_TILES<true, W>[rows - 1] : SUM_TILES<false, W>[rows - 1];
+    sum(w, count, pairs, x, stride, sums);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@ constexpr int64_t WORD = 4 / sizeof(bf16);   // numbers in 32 bits
 constexpr int64_t DOT_WIDTH = WIDTH * WORD;  // numbers of a dot product's step
 constexpr int64_t MAX_ROWS = 4;    // rows of a block
 constexpr int64_t MAX_SUMS = 4;    // tile sums in registers
+constexpr int64_t LEAST_FETCHED = 2;  // rows for which weights are prefetched
 constexpr int64_t STREAMED_INPUTS = 768;  // of row-major outputs that few rows read one after another
 constexpr int64_t MAX_MIXED = 8;   // registers of attention's sums of values, beside values and weights
 constexpr bool WIDENS = true;  // whether many rows are multiplied in float32 (linear_wide.h, attention_wide.h)

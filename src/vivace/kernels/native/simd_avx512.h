@@ -19,6 +19,7 @@ constexpr int64_t MAX_SUMS = 20;   // tile sums in registers
 constexpr int64_t MAX_ROWS = 12;
 constexpr int64_t MAX_SUMS = 24;
 #endif
+constexpr int64_t LEAST_FETCHED = MAX_SUMS / 4 + 1;  // rows for which weights are prefetched
 constexpr int64_t STREAMED_INPUTS = 2048;  // of row-major outputs that few rows read one after another
 constexpr int64_t MAX_MIXED = 16;  // registers of attention's sums of values, beside values and weights
 constexpr bool WIDENS = false;  // whether many rows are multiplied in float32 (linear_wide.h, attention_wide.h)
