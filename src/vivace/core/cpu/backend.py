@@ -39,7 +39,7 @@ from vivace.errors import UnsupportedError
 from vivace.kernels.coded import Coded
 from vivace.kernels.exact import pack_exact
 from vivace.kernels.huge_pages import HugePages
-from vivace.kernels.low_bit import Weights, quantise, size_of
+from vivace.kernels.low_bit import Rounded, Weights, quantise, size_of
 from vivace.kernels.native import MAX_GROUP, NativeBody, narrowed
 from vivace.kernels.screen import Screen, screen_of
 
@@ -188,7 +188,7 @@ class CpuBackend:
             decoder.lm_head = LowBitLinear(table, None, self.body, screen)
         elif isinstance(head, Linear):
             kept = quantise(head.weight, "exact12" if is_exact else "int8")
-            decoder.lm_head = LowBitLinear(self.memory.hold_parts(kept), head.bias, self.body, screen)
+            decoder.lm_head = self._rounded(kept, head.bias, screen)
 
     def pack_layer(self, decoder: Decoder, index: int) -> None:
         """Pack one layer."""
@@ -239,10 +239,13 @@ class CpuBackend:
     def linear(self, weight: Tensor | Coded, bias: Tensor | None) -> PackedLinear | LowBitLinear:
         """Make the packed or quantized module of a matrix (out, in), or of its codes as they are stored."""
         if not isinstance(weight, Tensor):
-            return LowBitLinear(self.memory.hold_parts(weight.packed()), bias, self.body)
+            return self._rounded(weight.packed(), bias)
         if self.weights != "bf16":
-            return LowBitLinear(self.memory.hold_parts(quantise(weight, self.weights)), bias, self.body)
+            return self._rounded(quantise(weight, self.weights), bias)
         return self._packed(weight, bias)
+
+    def _rounded(self, weight: Rounded, bias: Tensor | None, screen: Screen | None = None) -> LowBitLinear:
+        return LowBitLinear(self.memory.hold_parts(weight), bias, self.body, screen)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, screen: Screen | None = None) -> PackedLinear:
         assert self.body is not None, "PyTorch takes bfloat16 as it is"
