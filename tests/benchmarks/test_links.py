@@ -22,7 +22,10 @@ from vivace.parallel.auto import CHOSEN
 from vivace.parallel.partition import first_token_s, punctual
 
 pytestmark = pytest.mark.multiprocess
-WAYS = "one,auto,tensor,tensor:int8,sequence,sequence-causal,pipeline,pipeline-gathered,runahead-even,runahead"
+WAYS = (
+    "one,auto,tensor,tensor:int8,sequence,sequence-causal,pipeline,pipeline-gathered,runahead-even,runahead,"
+    "runahead-tensor,runahead-tensor:int8"
+)
 NEEDS_ROOT = pytest.mark.skipif(not can_make_namespaces(), reason="needs root, ip, tc and taskset")
 
 PROVENANCE = {

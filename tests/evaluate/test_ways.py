@@ -21,7 +21,7 @@ def test_pieces_of_the_model_are_not_those_that_a_search_tried_last(names: tuple
     read: list[Any] = []
     engine: Any = SimpleNamespace(model=None, generate=lambda *_, **__: read.append(reading.fixed))
     loading: Any = SimpleNamespace(world=world, reading=reading)
-    ways = Ways(loading, engine, engine, engine, names, searched=4)
+    ways = Ways(loading, [engine] * 4, names, searched=4)
     pieces = [(name, ways._pieces(name, range(4097))) for name in names]
     expected = balanced(4096, 3, GRID, COSTS)
     assert list(read[0]) == expected, "a search begins with the pieces of the model"

@@ -342,6 +342,19 @@ def test_a_pipeline_is_taken_where_it_gains_more_than_decoding_loses(
     assert reason.endswith("; tensor needs --parallel tensor")
 
 
+def test_a_way_that_decodes_sooner_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make("llama").save_pretrained(tmp_path)
+    prefill, model = prefill_of(tmp_path)
+    expected = {"one": 3.0, "runahead": 2.0, "tensor": 2.1}
+    monkeypatch.setattr(AutoPrefill, "expected_s", lambda *_: expected)
+    for tensor_s, is_named in ((0.019, True), (0.021, False)):
+        steps = {"one": 0.02, "tensor": tensor_s}
+        monkeypatch.setattr(AutoPrefill, "decoding_s", lambda *_, found=steps: found)
+        reason = prefill.reason_for(model, 2049)
+        assert reason is not None
+        assert ("--parallel runahead-tensor" in reason) == is_named
+
+
 def test_the_other_ranks_are_told_of_staged_sequences_only() -> None:
     told: list[tuple[int, ...]] = []
     numbered: list[Any] = []

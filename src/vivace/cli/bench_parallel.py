@@ -39,7 +39,7 @@ def parallel(
     ways: Annotated[
         str,
         typer.Option(
-            help="With commas: one, auto, tensor, tensor:FORM, sequence, sequence-causal, pipeline, "
+            help="With commas: one, auto, tensor, tensor:FORM, runahead-tensor, sequence, sequence-causal, pipeline, "
             "pipeline-gathered, runahead-even, runahead-model, runahead (searched)."
         ),
     ] = "one,tensor,sequence,sequence-causal,pipeline,runahead-even,runahead",
@@ -57,7 +57,7 @@ def parallel(
 ) -> None:
     """Measure first tokens and decoding of all ways, in turns, and medians over the repeats."""
     from vivace.evaluate.others import watched_others
-    from vivace.evaluate.ways import Ways
+    from vivace.evaluate.ways import Ways, form_of_sums
     from vivace.parallel import world as worlds
     from vivace.parallel.every import EveryLoading
 
@@ -65,20 +65,20 @@ def parallel(
     sets = [size for size in split_numbers(batches, "--batches", least=0) if size]
     if not names:
         raise ConfigError(f"--ways names no way in {ways!r}; give one, or leave it out")
-    forms = [name.partition(":")[2] or "same" for name in names if name.startswith("tensor")] or ["same"]
+    forms = [form for name in names if (form := form_of_sums(name)) is not None] or ["same"]
     world = worlds.join(interface=link_interface, timeout_s=timeout)
     with world.guarding():
         loading = EveryLoading(world, list(dict.fromkeys(forms)))
         how: dict[str, Any] = {"kernels": kernels, "dtype": dtype, "recovery": recovery, "parallel": loading}
-        whole, share, stages = (vivace.load(model, **how) for _ in range(3))
-        engines = whole, share, stages
-        measured = Ways(loading, *engines, names, interface=link_interface, searched=search, note=console.note)
+        engines = [vivace.load(model, **how) for _ in range(4)]
+        whole = engines[0]
+        measured = Ways(loading, engines, names, interface=link_interface, searched=search, note=console.note)
         texts = [str(row.request) for row in read_prompts(prompts, None)]
         most = whole.model.config.max_positions - SPACE
         asked = {size: prompt_of(whole, texts, size) for size in within(sizes, most)}
         with watched_others() as others:
             warming = prompt_of(whole, texts, min(WARMING, most))
-            Ways(loading, *engines, names, searched=1).first_tokens({len(warming): warming}, 1)
+            Ways(loading, engines, names, searched=1).first_tokens({len(warming): warming}, 1)
             rows = []
             for size, prompt in asked.items():
                 rows += measured.first_tokens({size: prompt}, repeats)

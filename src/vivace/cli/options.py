@@ -189,8 +189,8 @@ Parallel = Annotated[
     str | None,
     typer.Option(
         help="Under torchrun, how its processes share the work: tensor (each a part of every layer), pipeline (each "
-        "some of the layers), runahead (each a piece of every prompt; the first one decodes), or auto (what is "
-        "soonest, for each prompt).",
+        "some of the layers), runahead (each a piece of every prompt; the first one decodes), runahead-tensor (prompts "
+        "as runahead, answers as tensor), or auto (what is soonest, for each prompt).",
         metavar="MODE",
         rich_help_panel=_RANKS,
     ),

@@ -109,10 +109,11 @@ def load(
             ``auto.json`` in the cache folder (``VIVACE_CACHE_DIR``).
         parallel: under torchrun, how its processes share the work: "tensor" (each computes a part of every layer),
             "pipeline" (each computes some of the layers), "runahead" (each reads a piece of every prompt, and rank 0
-            decodes), or "auto" (as "runahead" does, or otherwise where that is sooner). Only on rank 0 this function
-            returns; the others follow it, and their processes end with it.
-        wire: how they send the sums of "tensor", all but None lossy: None as they are, "bf16", "int8", or with a
-            calibration (``vivace train lowbit``) "int4" or "lowbit"; "lowbit=DIR" names its folder.
+            decodes), "runahead-tensor" (prompts as "runahead" does, answers as "tensor" does), or "auto" (as "runahead"
+            does, or otherwise where that is sooner). Only on rank 0 this function returns; the others follow it, and
+            their processes end with it.
+        wire: how they send sums, all but None lossy: None as they are, "bf16", "int8", or with a calibration
+            (``vivace train lowbit``) "int4" or "lowbit"; "lowbit=DIR" names its folder.
         link_interface: network interface through which they talk, in the clear; None is the loopback interface.
         timeout: seconds without an answer after which a rank is said to hang; None is 120.
 

@@ -19,6 +19,7 @@ from vivace.parallel.partition_table import search
 from vivace.parallel.world import World
 
 PIPELINE = "pipeline"
+SCATTERED = "runahead-tensor"
 GRID = 256
 """Pieces begin at multiples of it, as prompts are divided in sessions."""
 READING = (
@@ -73,22 +74,19 @@ class Ways:
     def __init__(
         self,
         loading: EveryLoading,
-        whole: WayAnswering,
-        share: WayAnswering,
-        stages: WayAnswering,
+        engines: Sequence[WayAnswering],
         names: Sequence[str],
         *,
         interface: str | None = None,
         searched: int = 6,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Measure ways by their names, ``READING`` or "tensor" and "tensor:FORM".
+        """Measure ways by their names, ``READING``, "pipeline", "tensor" and "runahead-tensor", or "tensor:FORM".
 
         Args:
-            loading: has loaded both engines.
-            whole: the whole model.
-            share: this rank's share.
-            stages: the model as a pipeline.
+            loading: has loaded everything.
+            engines: what it has loaded, in the order of its calls: the whole model, its share, its stages, and the
+                share behind prompts that the whole model reads.
             names: of the ways.
             interface: whose counters are read; None reads none.
             searched: most partitions that a search times.
@@ -98,12 +96,10 @@ class Ways:
             ConfigError: there is no such way.
         """
         for name in names:
-            if name not in (*READING, PIPELINE) and name.partition(":")[0] != "tensor":
-                raise ConfigError(f"there is no way {name!r}{nearest(name, (*READING, PIPELINE, 'tensor'))}")
+            if name not in (*READING, PIPELINE) and form_of_sums(name) is None:
+                raise ConfigError(f"there is no way {name!r}{nearest(name, (*READING, PIPELINE, SCATTERED, 'tensor'))}")
         self._loading = loading
-        self._whole = whole
-        self._share = share
-        self._stages = stages
+        self._whole, self._share, self._stages, self._scattered = engines
         self._names = list(names)
         self._interface = interface
         self._searched = searched
@@ -191,16 +187,16 @@ class Ways:
         length, ranks = len(prompt) - 1, self._loading.world.size
         if name == "runahead":
             return self.search(prompt)[0]
-        if name == "runahead-model":
+        if name == "runahead-model" or name.startswith(SCATTERED):
             return self._modelled(length)
         equal = name == "runahead-even" or name.startswith("sequence")
         return even(length, min(ranks, -(-length // GRID)), GRID) if equal else None
 
     def _engine(self, name: str) -> WayAnswering:
         """Return the engine of a way, with that way set."""
-        if name.startswith("tensor"):
-            self._loading.use(name.partition(":")[2] or "same")
-            return self._share
+        if (form := form_of_sums(name)) is not None:
+            self._loading.use(form)
+            return self._scattered if name.startswith(SCATTERED) else self._share
         if name == PIPELINE:
             return self._stages
         self._loading.reading.way = "runahead" if name.startswith("runahead") else name
@@ -252,6 +248,12 @@ class Ways:
         if not moved:
             return sent_bytes, None, None
         return sent_bytes, payload_of(moved, "tx") - out, payload_of(moved, "rx") - back
+
+
+def form_of_sums(name: str) -> str | None:
+    """Return the form of sums in a way in which ranks decode together, "tensor:FORM"; None for all other ways."""
+    way, _, form = name.partition(":")
+    return (form or "same") if way in ("tensor", SCATTERED) else None
 
 
 def shown(name: str) -> str:

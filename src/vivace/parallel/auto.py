@@ -7,6 +7,7 @@ pieces, in stages whose entries end at rank 0, or as a pipeline, whose entries s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from vivace.core.cache import KVCache
@@ -117,6 +118,8 @@ class AutoPrefill(RunaheadPrefill):
         best = min(found, key=lambda way: found[way])
         if best not in self.ways(model):
             reason += f"; {best} needs --parallel {best}"
+        elif steps.get("tensor", math.inf) < steps.get(decoding, 0.0):
+            reason += "; --parallel runahead-tensor decodes as tensor does, where ranks have room for a share besides"
         return reason
 
     def way_for(self, model: Decoder, length: int, chunk: int) -> str:

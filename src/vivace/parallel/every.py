@@ -17,7 +17,6 @@ from vivace.errors import ConfigError
 from vivace.parallel import passes
 from vivace.parallel.auto import AutoPrefill
 from vivace.parallel.collective import Wire
-from vivace.parallel.following import Follower
 from vivace.parallel.loading import (
     LoadOptions,
     SharedLoading,
@@ -28,7 +27,7 @@ from vivace.parallel.loading import (
     wire_of,
 )
 from vivace.parallel.pipeline import PipelineFollower, PipelinePrefill
-from vivace.parallel.runahead import RunaheadFollower
+from vivace.parallel.scattered import ScatteredPrefill, scattered_followers
 from vivace.parallel.world import World
 
 
@@ -77,7 +76,9 @@ class _WireFollower:
 
 
 class EveryLoading(SharedLoading):
-    """Loads a model three times: give it to ``vivace.load`` for whole models, for shares, and for stages of layers."""
+    """Loads a model for all ways: give it to ``vivace.load`` for whole models, for shares, for stages of layers, and
+    for shares behind prompts that whole models read.
+    """
 
     def __init__(self, world: World, wires: Sequence[str]) -> None:
         """Load among the ranks of a world; ``wires`` are the forms of sums between which it can change."""
@@ -92,7 +93,7 @@ class EveryLoading(SharedLoading):
         """How the engine that was loaded first reads prompts."""
 
     def load(self, options: LoadOptions) -> Decoder:
-        """Load everything, and return the whole model, at the second call the share, at the third the stages.
+        """Load everything, and return the whole model, at later calls the share, the stages and the share again.
 
         Only on rank 0 it returns.
 
@@ -121,7 +122,7 @@ class EveryLoading(SharedLoading):
         }
         self.world.compare(facts)
         if not self.world.leads:
-            followers = Follower(self.world, share), RunaheadFollower(self.world, whole)
+            followers = scattered_followers(self.world, whole, share)
             in_stages = PipelineFollower(self.world, stages, passes.STAGES)
             chosen = PipelineFollower(self.world, whole, passes.CHOSEN_STAGES)
             end_following(self.world, *followers, in_stages, chosen, _WireFollower(self._switch))
@@ -129,7 +130,10 @@ class EveryLoading(SharedLoading):
         self.reading.times_masked = True
         self.reading.measure(whole)
         self.prefill = self.reading
-        self._loaded = [(share, FULL), (stages, PipelinePrefill())]
+        scattered = ScatteredPrefill(self.world)
+        scattered.hold(whole, share)
+        scattered.costs = self.reading.costs
+        self._loaded = [(share, FULL), (stages, PipelinePrefill()), (share, scattered)]
         return whole
 
     def use(self, wire: str) -> None:

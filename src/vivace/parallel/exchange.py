@@ -71,7 +71,7 @@ class ChainExchange:
         self._place = place
         self._arriving = None
         if place.sender is not None:
-            self._arriving = _Arriving(world, cache, slot, place.sender, lambda layer: self._seen(layer, place.first))
+            self._arriving = Arriving(world, cache, slot, place.sender, lambda layer: self._seen(layer, place.first))
 
     def entries(self, layer: int) -> None:
         """Wait for the prefix, and send it on with this rank's own entries."""
@@ -100,7 +100,7 @@ class GatherExchange:
         pieces = {(number + 1) % len(counts): (stop - counts[number], stop) for number, stop in enumerate(stops)}
         del pieces[world.rank]
         self._others = [
-            (rank, _Arriving(world, cache, slot, rank, lambda _, piece=piece: piece))  # type: ignore[misc]
+            (rank, Arriving(world, cache, slot, rank, lambda _, piece=piece: piece))  # type: ignore[misc]
             for rank, piece in pieces.items()
         ]
 
@@ -152,10 +152,11 @@ class DenseRows:
         return self._masks[first, window]
 
 
-class _Arriving:
-    """Receives the entries of another piece, layer by layer, in a thread of its own."""
+class Arriving:
+    """Receives entries that another rank sends, layer by layer, in a thread of its own."""
 
     def __init__(self, world: World, cache: KVCache, slot: int, sender: int, entries: Callable[[int], Range]) -> None:
+        """Begin to receive, for each layer, the entries that ``entries`` names, into their places in a slot."""
         self._arrived = threading.Condition()
         self._num_layers = 0
         self._error: BaseException | None = None
@@ -183,7 +184,9 @@ class _Arriving:
                 self._arrived.wait()
 
 
-def entries_of(cache: KVCache, layer: int, slot: int, start: int, stop: int) -> list[Tensor]:
+def entries_of(
+    cache: KVCache, layer: int, slot: int, start: int, stop: int, heads: slice = slice(None)
+) -> list[Tensor]:
     """Return the memory of entries start..stop-1 of a slot: views of neighbouring entries of one head each."""
     pool, size = cache.store.place_of_layer[layer][0], cache.store.size
     blocks = cache.tables[pool].blocks[slot]
@@ -195,4 +198,4 @@ def entries_of(cache: KVCache, layer: int, slot: int, start: int, stop: int) -> 
             runs[-1][1] = end
         else:
             runs.append([begin, end])
-    return [head[begin:end] for part in cache.store.stored(layer) for head in part for begin, end in runs]
+    return [head[begin:end] for part in cache.store.stored(layer) for head in part[heads] for begin, end in runs]

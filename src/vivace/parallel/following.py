@@ -25,7 +25,8 @@ class Follower:
         self.operations = frozenset(range(offset, offset + passes.FORK + 1))
         self._world = world
         self._decoder = decoder
-        self._caches: dict[int, KVCache] = {}
+        self.caches: dict[int, KVCache] = {}
+        """This rank's parts of the caches of sessions, by the numbers that rank 0 gives them."""
         self._fresh = Fresh()
         self._is_native = getattr(decoder.backend, "body", None) is not None
 
@@ -49,17 +50,17 @@ class Follower:
         number = passes.cache_of_pass(numbers)
         if number is None and numbers[1] == 0:
             self._fresh = Fresh()
-        return self._fresh if number is None else self._caches[number]
+        return self._fresh if number is None else self.caches[number]
 
     def _change(self, operation: int, number: int, numbers: list[int]) -> None:
         if operation == passes.OPEN:
             num_slots, capacity, row_count = numbers
-            self._caches[number] = self._decoder.new_cache(num_slots, capacity, row_count=row_count)
+            self.caches[number] = self._decoder.new_cache(num_slots, capacity, row_count=row_count)
             return
-        cache = self._caches[number]
+        cache = self.caches[number]
         match operation:
             case passes.CLOSE:
-                del self._caches[number]
+                del self.caches[number]
             case passes.COMMIT:
                 slots, *paths = passes.unpack_lists(numbers)
                 cache.commit(slots, paths)

@@ -122,7 +122,7 @@ class LedSpan:
         """Run the layers of rank 0's decoder here and their other shares on the other ranks."""
         self.is_native = getattr(decoder.backend, "body", None) is not None
         self._layers: list[nn.Module] = list(decoder.layers)
-        self._leader = leader
+        self.leader = leader
 
     def covers(self, step: Step) -> bool:
         """Return True: a call that the other ranks cannot run is refused.
@@ -138,7 +138,7 @@ class LedSpan:
 
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Run rows (T, E) through layers start..stop-1 on all ranks; all of them end with the same rows."""
-        leader = self._leader
+        leader = self.leader
         with leader.turn:
             try:
                 leader.begin(h, step, start, stop)

@@ -40,6 +40,8 @@ from vivace.parallel.pipeline import (
     has_stages,
 )
 from vivace.parallel.runahead import WAYS, RunaheadFollower, RunaheadPrefill
+from vivace.parallel.scattered import KIND as SCATTERED
+from vivace.parallel.scattered import ScatteredPrefill, scattered_followers
 from vivace.parallel.shares import columns_of, shares_of
 from vivace.parallel.staged import StagedBackend
 from vivace.parallel.tensor import ShareParts, shard_of
@@ -47,9 +49,11 @@ from vivace.parallel.world import World
 
 MakeBackend: TypeAlias = Callable[[torch.dtype], Backend | None]
 
-MODES = ("tensor", *WAYS, AUTO, PIPELINE)
-"""Ways to share work: every layer is divided among ranks, or every prompt is, or the layers are; "auto" chooses among
-the last two, and one rank alone, for each prompt."""
+MODES = ("tensor", *WAYS, SCATTERED, AUTO, PIPELINE)
+"""Ways to share work: every layer is divided among ranks, or every prompt is, or prompts are and then every layer, or
+the layers are; "auto" chooses between prompts, layers and one rank alone for each prompt."""
+SUMMED = ("tensor", SCATTERED)
+"""Ways in which ranks decode together, with sums between them."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,12 @@ class SharedLoading:
         self.wire = wire
         self.mode = mode
         self.prefill: Prefill = AutoPrefill(world) if mode == AUTO else RunaheadPrefill(world, mode)
-        if mode in ("tensor", PIPELINE):
+        if mode == SCATTERED:
+            self.prefill = ScatteredPrefill(world)
+        elif mode in ("tensor", PIPELINE):
             self.prefill = FULL if mode == "tensor" else PipelinePrefill()
         """How prompts are read in full."""
-        self.reads_table = mode in (RUNAHEAD, AUTO)
+        self.reads_table = mode in (RUNAHEAD, SCATTERED, AUTO)
         """Whether boundaries of pieces are those of the table beside the model, where there is one."""
 
     @staticmethod
@@ -127,7 +133,7 @@ class SharedLoading:
         wire = settings.get("wire")
         if wire is not None and form_of(str(wire)) is None:
             find_wire(str(wire))
-        if wire is not None and mode != "tensor":
+        if wire is not None and mode not in SUMMED:
             raise ConfigError(f"wire has no effect on parallel {mode}, which sends keys and values as they are")
         if settings.get("device", "auto") not in ("auto", "cpu"):
             raise UnsupportedError(f"ranks compute on the CPU, found device {settings['device']!r}; leave out device")
@@ -154,6 +160,10 @@ class SharedLoading:
                     f"layers with sliding windows do not keep what parallel {self.mode} gathers; use runahead"
                 )
             decoder = load_whole(self.world, options, is_staged=self.mode == AUTO)
+        whole = decoder
+        if self.mode == SCATTERED:
+            whole.store_entries(options.kv)
+            decoder = load_share(self.world, self.wire, options)
         decoder.store_entries(options.kv)
         self.world.compare(
             {
@@ -171,15 +181,24 @@ class SharedLoading:
             }
         )
         if not self.world.leads:
-            taking = {"tensor": Follower, PIPELINE: PipelineFollower}.get(self.mode, RunaheadFollower)
-            staged = [PipelineFollower(self.world, decoder, passes.CHOSEN_STAGES)] if self.mode == AUTO else []
-            end_following(self.world, taking(self.world, decoder), *staged)
+            end_following(self.world, *self._followers(decoder, whole))
+        if isinstance(self.prefill, ScatteredPrefill):
+            self.prefill.hold(whole, decoder)
         if isinstance(self.prefill, RunaheadPrefill):
             decoder.backend.num_ranks = self.world.size
-            self.prefill.measure(decoder)
+            self.prefill.measure(whole)
             facts = facts_of(self.world.size, decoder, options.kernels)
             self.prefill.table = found_table(options.folder, facts) if self.reads_table else None
         return decoder
+
+    def _followers(self, decoder: Decoder, whole: Decoder) -> list[Following]:
+        """Return who follows rank 0 with what this rank has loaded: what it decodes with, and the whole model."""
+        world = self.world
+        if self.mode == SCATTERED:
+            return scattered_followers(world, whole, decoder)
+        taking = {"tensor": Follower, PIPELINE: PipelineFollower}.get(self.mode, RunaheadFollower)
+        staged = [PipelineFollower(world, decoder, passes.CHOSEN_STAGES)] if self.mode == AUTO else []
+        return [taking(world, decoder), *staged]
 
 
 def end_following(world: World, *followers: Following) -> NoReturn:

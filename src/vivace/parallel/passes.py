@@ -17,7 +17,7 @@ from vivace.core.rows import runs_of
 from vivace.core.seams import Memory
 from vivace.core.step import Step
 
-OPEN, CLOSE, RUN, COMMIT, TRUNCATE, RELEASE, RESTORE, FORK, READ, ECHO, WIRE, TIME = range(12)
+OPEN, CLOSE, RUN, COMMIT, TRUNCATE, RELEASE, RESTORE, FORK, READ, ECHO, WIRE, TIME, HEADS = range(13)
 """Operations."""
 
 STAGES, CHOSEN_STAGES = 32, 64

@@ -111,7 +111,7 @@ class PipelineSpan(LedSpan):
     def __init__(self, decoder: Decoder, leader: PipelineLeader, inner: Span | None) -> None:
         """Run rank 0's layers as ``inner`` does where it can."""
         super().__init__(decoder, leader)
-        self.leader = leader
+        self.leader: PipelineLeader = leader
         self._inner = inner
 
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:

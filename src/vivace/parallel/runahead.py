@@ -15,7 +15,7 @@ is the first that is decoded; and layers with a sliding window send only what la
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -36,7 +36,7 @@ from vivace.parallel.exchange import (
     GatherExchange,
     place_of,
 )
-from vivace.parallel.measuring import BusyLink, costs_of_ranks, link_speed, rank_times
+from vivace.parallel.measuring import BusyLink, cache_of, costs_of_ranks, link_speed, rank_times
 from vivace.parallel.partition import Costs, balanced, even
 from vivace.parallel.partition_table import Table
 from vivace.parallel.relay import run_stage
@@ -106,8 +106,27 @@ class RunaheadPrefill:
         self.world.link = link
         self.costs, self.alone = costs_of_ranks(self.world, model, link, masked=self.times_masked)
 
-    def read(self, model: Decoder, cache: KVCache, slot: int, tokens: Sequence[int], chunk: int, way: str) -> None:
-        """Fill a slot with the entries of tokens, with the help of the other ranks."""
+    def read(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        slot: int,
+        tokens: Sequence[int],
+        chunk: int,
+        way: str,
+        receives: Callable[[int], None] | None = None,
+    ) -> None:
+        """Fill a slot with the entries of tokens, with the help of the other ranks.
+
+        Args:
+            model: the whole model.
+            cache: has blocks for the slot's tokens, none of them committed.
+            slot: whose entries they are.
+            tokens: of the prompt.
+            chunk: tokens that attend together.
+            way: one of ``WAYS``.
+            receives: is given each layer once all its entries are there; stages give none.
+        """
         counts = self.counts(model, len(tokens), chunk, way)
         with self.turn:
             world = self.world
@@ -120,7 +139,7 @@ class RunaheadPrefill:
                     return
                 place = place_of(0, counts)
                 assert place is not None
-                run_piece(world, model, cache, slot, tokens, place, PieceReading(chunk, WAYS[way], counts))
+                run_piece(world, model, cache, slot, tokens, place, PieceReading(chunk, WAYS[way], counts), receives)
             except BaseException as error:
                 world.close(f"{type(error).__name__}: {error}")
                 raise
@@ -166,19 +185,33 @@ class RunaheadFollower:
             return
         length, way, chunk, num_pieces, *more = numbers
         counts, tokens = more[:num_pieces], more[num_pieces:]
+        self.read(length, tokens, PieceReading(chunk, way, counts))
+
+    def read(self, length: int, tokens: Sequence[int], reading: PieceReading) -> tuple[KVCache, int] | None:
+        """Read this rank's part of a prompt.
+
+        Args:
+            length: of the whole prompt.
+            tokens: of the prompt, without the last one.
+            reading: how all ranks read it.
+
+        Returns:
+            A cache whose first slot has the entries up to the end of this rank's piece, and their number; None where
+            this rank has no piece.
+        """
+        way, counts = reading.way, reading.counts
         place = place_of(self._world.rank, counts)
         if place is None and way != STAGES:
-            return
+            return None
         stop = sum(counts) if place is None or way != CHAIN else place.stop
-        cache = self._decoder.new_cache(1, stop)
-        cache.set_aside(0, stop)
-        cache.extend([0], [stop])
+        cache = cache_of(self._decoder, stop)
         cache.prompts[0] = length
         if way == STAGES or place is None:
-            run_stage(self._world, self._decoder, cache, 0, tokens, chunk)
+            run_stage(self._world, self._decoder, cache, 0, tokens, reading.chunk)
         else:
-            run_piece(self._world, self._decoder, cache, 0, tokens, place, PieceReading(chunk, way, counts))
+            run_piece(self._world, self._decoder, cache, 0, tokens, place, reading)
         self._world.links.flush()
+        return cache, stop
 
 
 @dataclass(frozen=True)
@@ -200,6 +233,7 @@ def run_piece(
     tokens: Sequence[int],
     place: ChainPlace,
     reading: PieceReading,
+    receives: Callable[[int], None] | None = None,
 ) -> None:
     """Compute one rank's piece of a prompt, and leave in its slot the entries of all tokens up to its end.
 
@@ -212,6 +246,7 @@ def run_piece(
         tokens: of the prompt, at least up to the end of the piece.
         place: of this rank in the chain.
         reading: how all of them read.
+        receives: is given each layer once all entries up to the end of the piece are there.
     """
     first, stop, chunk = place.first, place.stop, reading.chunk
     is_chunk = stop > decoder.backend.rows_up_to
@@ -231,6 +266,8 @@ def run_piece(
         for layer in layers:
             q = layer.project(h, step)
             exchange.entries(layer.index)
+            if receives is not None:
+                receives(layer.index)
             if layer is layers[-1]:
                 break
             a = layer.read(q, step) if dense is None else dense.read(layer, q)
