@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vivace.core.draft_rows import Chain
 from vivace.core.layers import Linear
 from vivace.core.seams import Span
+from vivace.core.split_layers import SplitLayers
 
 if TYPE_CHECKING:
     from vivace.core.low_rank import FixedFactors
@@ -34,6 +35,8 @@ class Backend(Protocol):
 
     span: Span | None
     """Runs several layers in one call; None before ``finish`` and where layers only run one by one."""
+    split: SplitLayers | None
+    """Runs layers in two calls each; None where their modules do."""
     chain: Chain | None
     """Drafts and verifies several tokens in one call; None before ``finish`` and where that is not possible."""
     num_ranks: int
@@ -81,6 +84,7 @@ class TorchBackend:
     weights: Weights = "bf16"
     keeps_codes = False
     span: Span | None = None
+    split: SplitLayers | None = None
     chain: Chain | None = None
     num_ranks = 1
     rows_up_to = 0

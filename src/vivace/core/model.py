@@ -159,9 +159,9 @@ class Layer(nn.Module):
             return y
         y = self.o(a)
         add_low_rank(y, a, step.low_rank, self.index, {"o": y.shape[1]})
-        return self._sum(h, y, self.attention_post_norm)
+        return self.added(h, y, self.attention_post_norm)
 
-    def _sum(self, h: Tensor, y: Tensor, norm: nn.Module | None) -> Tensor:
+    def added(self, h: Tensor, y: Tensor, norm: nn.Module | None) -> Tensor:
         """Add a half of the layer to the residual, with the norm after it where there is one."""
         if norm is None:
             return h + y
@@ -183,7 +183,7 @@ class Layer(nn.Module):
         if step.num_feed < step.num_rows:
             y = F.pad(y, (0, 0, 0, step.num_rows - step.num_feed))
         add_low_rank(y, x, step.low_rank, self.index, {"mlp": y.shape[1]})
-        return self._sum(u, y, self.ffn_post_norm)
+        return self.added(u, y, self.ffn_post_norm)
 
     def forward(self, h: Tensor, step: Step) -> Tensor:
         """Run rows through the layer, (T, E) -> (T, E)."""

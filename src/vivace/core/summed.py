@@ -79,7 +79,11 @@ class SummedProjection(nn.Module):
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """Project this rank's columns, (T, in) -> (T, out), sum over ranks, and add ``add`` if it is given."""
-        y = self.collective.all_reduce(self.part(x), point=self.point)
+        return self.summed(self.part(x), add)
+
+    def summed(self, product: Tensor, add: Tensor | None) -> Tensor:
+        """Return the sum over ranks of their products (T, out), with the bias and ``add``."""
+        y = self.collective.all_reduce(product, point=self.point)
         if self.bias is not None:
             y = y + self.bias
         return y if add is None else add + y

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from enum import IntEnum
 from functools import cache
 from pathlib import Path
 
@@ -215,6 +216,20 @@ class CDelta(Structure):
     ]
 
 
+class LayerPart(IntEnum):
+    """Mirrors ``LayerPart``: what a call computes of a layer."""
+
+    WHOLE = 0
+    PROJECTED = 1
+    """Up to its stored keys and values."""
+    BEHIND = 2
+    """What is behind them."""
+    ATTENDED = 3
+    """The attention's output projection, without residual and norm."""
+    FED = 4
+    """The feed-forward, likewise."""
+
+
 class CCall(Structure):
     """Mirrors ``Call``: the rows that go through a span of layers."""
 
@@ -229,6 +244,8 @@ class CCall(Structure):
         *((name, POINTER(c_void_p)) for name in ("cross_keys", "cross_values")),
         ("cross_places", POINTER(CPlaces)),
         ("cross_seen", c_void_p),
+        ("part", c_int64),
+        ("heads", c_void_p),
     ]
 
 

@@ -22,6 +22,7 @@ from vivace.core.draft_rows import Chain
 from vivace.core.low_rank import FixedFactors
 from vivace.core.model import Decoder
 from vivace.core.seams import SlotState, Span
+from vivace.core.split_layers import SplitLayers
 from vivace.core.step import Step
 from vivace.errors import UnsupportedError
 from vivace.kernels.low_bit import Weights
@@ -118,11 +119,12 @@ class LedSlots:
 class LedSpan:
     """Implements ``Span``: runs layers on all ranks."""
 
-    def __init__(self, decoder: Decoder, leader: Leader) -> None:
-        """Run the layers of rank 0's decoder here and their other shares on the other ranks."""
+    def __init__(self, decoder: Decoder, leader: Leader, inner: Span | None) -> None:
+        """Run the layers of rank 0's decoder here, as ``inner`` does where it can, and their others on other ranks."""
         self.is_native = getattr(decoder.backend, "body", None) is not None
         self._layers: list[nn.Module] = list(decoder.layers)
         self.leader = leader
+        self._inner = inner
 
     def covers(self, step: Step) -> bool:
         """Return True: a call that the other ranks cannot run is refused.
@@ -142,11 +144,17 @@ class LedSpan:
         with leader.turn:
             try:
                 leader.begin(h, step, start, stop)
-                for layer in self._layers[start:stop]:
-                    h = layer(h, step)
+                return self.run_here(h, step, start, stop)
             except BaseException as error:
                 leader.world.close(f"{type(error).__name__}: {error}")  # the others are in the middle of a pass
                 raise
+
+    def run_here(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
+        """Run rows (T, E) through rank 0's part of layers start..stop-1, as its own backend does."""
+        if self._inner is not None and self._inner.covers(step):
+            return self._inner.run(h, step, start, stop)
+        for layer in self._layers[start:stop]:
+            h = layer(h, step)
         return h
 
     def quantized(self, start: int, stop: int, weights: Weights) -> LedSpan:
@@ -165,11 +173,12 @@ class LedBackend:
     """A rank's share of a matrix is cut from its weights."""
 
     def __init__(self, inner: Backend, leader: Leader) -> None:
-        """Take a backend whose layers run one by one."""
+        """Take the backend of rank 0's layers."""
         self.inner = inner
         self._leader = leader
         self.weights: Weights = inner.weights
         self.span: Span | None = None
+        self.split: SplitLayers | None = None
         self.chain: Chain | None = None
         self.num_ranks = leader.world.size
         self.rows_up_to = inner.rows_up_to
@@ -187,7 +196,7 @@ class LedBackend:
         """Prepare the span over all ranks."""
         self.inner.finish(decoder)
         self.rows_up_to = self.inner.rows_up_to
-        self.span = LedSpan(decoder, self._leader)
+        self.span = LedSpan(decoder, self._leader, self.inner.span)
 
     def projection(self, weight: Tensor, bias: Tensor | None = None) -> nn.Module:
         """Make a module that multiplies by a matrix (out, in) of a method, on this rank alone."""

@@ -16,7 +16,6 @@ from vivace.checkpoint.adapters import base_hash
 from vivace.checkpoint.load import Shard, load_config, load_decoder
 from vivace.core.backend import Backend, TorchBackend
 from vivace.core.config import ModelConfig
-from vivace.core.cpu.backend import CpuBackend
 from vivace.core.model import Decoder
 from vivace.core.parts import Parts
 from vivace.decode.prefill import FULL, Prefill
@@ -247,8 +246,6 @@ def load_share(
 
     def made(kind: torch.dtype) -> Backend | None:
         inner = options.backend(kind)
-        if isinstance(inner, CpuBackend):
-            inner.joins_layers = False
         return inner if leader is None else LedBackend(TorchBackend() if inner is None else inner, leader)
 
     shard = shard_of(config, share, has_ends=world.leads)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder, Layer
+from vivace.core.split_layers import split_layers
 from vivace.core.step import Step
 from vivace.decode.forward import threads_of
 from vivace.parallel import passes
@@ -33,6 +34,8 @@ ECHO_BYTES = 1 << 20
 STREAM_S = 0.15
 """For how long ranks compute beside a stream between them."""
 MOST_STREAM_BYTES = 16 << 20
+SUMS = 4
+"""Sums over the ranks that are timed together, each behind a layer."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +128,40 @@ def rank_times(world: World, decoder: Decoder, stream: BusyLink, *, masked: bool
     All ranks call this at once.
     """
     layer = layer_times(decoder, masked=masked)
-    collective, rows, found = LinkedSum(world), places_of(decoder)[0], []
-    for count in (rows, 1):
-        h = torch.zeros(count, decoder.config.width, dtype=decoder.dtype)
-        collective.all_reduce(h, point=(0, "o"))  # nobody is awaited behind it
-        found.append(_median_s(lambda: collective.all_reduce(h, point=(0, "o"))) / count)  # noqa: B023 - called at once
+    found = [sum_time(world, decoder, count) / count for count in (places_of(decoder)[0], 1)]
     found.append(byte_work_s(world, decoder, stream))
     world.links.flush()
     return torch.cat([torch.tensor(found, dtype=torch.float64), layer])
+
+
+@torch.inference_mode()
+def sum_time(world: World, decoder: Decoder, count: int) -> float:
+    """Return the seconds of a sum over all ranks for so many rows, behind a layer: the slowest rank is awaited there.
+
+    All ranks call this at once.
+    """
+    collective, index = LinkedSum(world), decoder.config.num_layers // 2
+    cache = cache_of(decoder, count)
+    step, h = chunk_of(decoder, cache, count, 0)
+
+    def passed(*, sums: bool) -> None:
+        for _ in range(SUMS):
+            rows = decoder.run(h, step, index, index + 1)
+            if sums:
+                collective.all_reduce(rows, point=(0, "o"))
+
+    with nullcontext() if step.chunk else threads_of(decoder):
+        collective.all_reduce(h, point=(0, "o"))  # nobody is awaited behind it
+        alone_s, summed_s, bare_s = (
+            _median_s(work)
+            for work in (
+                lambda: passed(sums=False),
+                lambda: passed(sums=True),
+                lambda: collective.all_reduce(h, point=(0, "o")),
+            )
+        )
+    cache.release([0])
+    return max(bare_s, (summed_s - alone_s) / SUMS)
 
 
 @torch.inference_mode()
@@ -206,7 +235,7 @@ def layer_times(decoder: Decoder, *, masked: bool) -> Tensor:
     most, layer = places[-1] + rows, decoder.layers[decoder.config.num_layers // 2]
     assert isinstance(layer, Layer)
     cache = cache_of(decoder, most)
-    reading, masking, project_s, feed_s, step_s = [], [], 0.0, 0.0, 0.0
+    reading, masking = [], []
     for before in places:
         step, h = chunk_of(decoder, cache, rows, before)
         with nullcontext() if step.chunk else threads_of(decoder):
@@ -215,13 +244,15 @@ def layer_times(decoder: Decoder, *, masked: bool) -> Tensor:
             if masked:
                 dense = DenseRows(step, before + rows)
                 masking.append(_median_s(lambda: dense.read(layer, q)) / rows)  # noqa: B023 - likewise
+    step, h = chunk_of(decoder, cache, rows, places[0])  # where attention is the least of what follows
+    split = split_layers(decoder, step)
     with threads_of(decoder):
-        a = layer.read(q, step)
-        project_s = _median_s(lambda: layer.project(h, step)) / rows
-        feed_s = _median_s(lambda: layer.feed(layer.output(h, a, step), step)) / rows
+        project_s = _median_s(lambda: split.project(h, step, layer.index)) / rows
+        projected = split.project(h, step, layer.index)
+        feed_s = max(0.0, _median_s(lambda: split.finish(h, projected, step, layer.index)) / rows - reading[0])
         one = Step.at(cache, [0], [places[0]])
-        h = decoder.embed(torch.zeros(1, dtype=torch.int64), one)
-        step_s = _median_s(lambda: decoder.run(h, one, layer.index, layer.index + 1))
+        row = decoder.embed(torch.zeros(1, dtype=torch.int64), one)
+        step_s = _median_s(lambda: decoder.run(row, one, layer.index, layer.index + 1))
     cache.release([0])
     return torch.tensor([project_s, feed_s, step_s, *reading, *masking], dtype=torch.float64)
 

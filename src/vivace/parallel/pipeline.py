@@ -110,9 +110,8 @@ class PipelineSpan(LedSpan):
 
     def __init__(self, decoder: Decoder, leader: PipelineLeader, inner: Span | None) -> None:
         """Run rank 0's layers as ``inner`` does where it can."""
-        super().__init__(decoder, leader)
+        super().__init__(decoder, leader, inner)
         self.leader: PipelineLeader = leader
-        self._inner = inner
 
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Run rows (T, E) through layers start..stop-1."""
@@ -130,14 +129,6 @@ class PipelineSpan(LedSpan):
         first, end = stage_of(0, self.leader.world.size, len(self._layers))
         first, end = max(first, start), min(end, stop)
         return self.run_here(h, step, first, end) if first < end else h
-
-    def run_here(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
-        """Run rows (T, E) through layers start..stop-1 on rank 0, as its own backend does."""
-        if self._inner is not None and self._inner.covers(step):
-            return self._inner.run(h, step, start, stop)
-        for layer in self._layers[start:stop]:
-            h = layer(h, step)
-        return h
 
 
 class PipelineFollower(Follower):

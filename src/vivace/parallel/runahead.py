@@ -24,6 +24,7 @@ import torch
 from vivace.core.cache import KVCache
 from vivace.core.model import Decoder, Layer
 from vivace.core.seams import Drafter
+from vivace.core.split_layers import SplitModules, split_layers
 from vivace.core.step import Step
 from vivace.decode.forward import threads_of
 from vivace.decode.prefill import PrefillState
@@ -261,14 +262,17 @@ def run_piece(
     else:
         exchange = GatherExchange(world, cache, slot, place, reading.counts)
     dense = DenseRows(step, sum(reading.counts)) if reading.way == GATHER_DENSE else None
+    split = split_layers(decoder, step) if dense is None else SplitModules(decoder)
     with nullcontext() if is_chunk else threads_of(decoder):
         h = decoder.embed(own, step)
         for layer in layers:
-            q = layer.project(h, step)
+            q = split.project(h, step, layer.index)
             exchange.entries(layer.index)
             if receives is not None:
                 receives(layer.index)
             if layer is layers[-1]:
                 break
-            a = layer.read(q, step) if dense is None else dense.read(layer, q)
-            h = layer.feed(layer.output(h, a, step), step)
+            if dense is None:
+                h = split.finish(h, q, step, layer.index)
+            else:
+                h = layer.feed(layer.output(h, dense.read(layer, q), step), step)

@@ -27,7 +27,7 @@ class StagedBackend(PipelineBackend):
     def finish(self, decoder: Decoder) -> None:
         """Prepare the span, and what decodes several tokens in one call for sequences that are not staged."""
         super().finish(decoder)
-        self.chain = self.inner.chain
+        self.split, self.chain = self.inner.split, self.inner.chain
         self.span = StagedSpan(decoder, self._pipeline, self.inner.span)
 
 

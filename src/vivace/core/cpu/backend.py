@@ -27,6 +27,7 @@ from vivace.core.cpu.packed import (
     TiedHead,
 )
 from vivace.core.cpu.span import NativeSpan
+from vivace.core.cpu.split_layers import NativeSplitLayers, SummedSpan, is_share
 from vivace.core.draft_rows import Chain
 from vivace.core.el_attention import ElAttention, reader_of
 from vivace.core.layers import FeedForward, LayerNorm, Linear, RMSNorm
@@ -34,6 +35,7 @@ from vivace.core.low_rank import FixedFactors
 from vivace.core.model import Decoder, Layer
 from vivace.core.moe import MixtureOfExperts
 from vivace.core.seams import Span
+from vivace.core.split_layers import SplitLayers
 from vivace.core.summed import SummedLinear, SummedProjection
 from vivace.errors import UnsupportedError
 from vivace.kernels.coded import Coded
@@ -80,6 +82,7 @@ class CpuBackend:
         self.screens_head = screens_head
         self.memory = HugePages()
         self.span: Span | None = None
+        self.split: SplitLayers | None = None
         self.chain: Chain | None = None
         self.num_ranks = 1
         self.rows_up_to = 0
@@ -213,7 +216,11 @@ class CpuBackend:
         if decoder.encoder is not None:
             self._pack_encoder(decoder, decoder.encoder)
         if self.body is not None and self.joins_layers:
+            if is_share(decoder):
+                self.span = SummedSpan.of(decoder, self.body)
+                return
             self.span = span = NativeSpan.of(decoder, self.body)
+            self.split = None if span is None else NativeSplitLayers(span)
             self.chain = NativeChain.of(decoder, span) if self.body.dtype == torch.bfloat16 else None
 
     def _pack_encoder(self, decoder: Decoder, encoder: Decoder) -> None:

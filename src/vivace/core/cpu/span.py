@@ -27,6 +27,7 @@ from vivace.core.cpu.quantized import is_rounded, quantized_copy, tell_rounding
 from vivace.core.low_rank import FixedFactors, LowRankDeltas, Site
 from vivace.core.moe import ResidentExperts
 from vivace.core.step import Step
+from vivace.core.summed import SummedProjection
 from vivace.errors import UnsupportedError
 from vivace.kernels.huge_pages import HugePages
 from vivace.kernels.library import (
@@ -43,6 +44,7 @@ from vivace.kernels.library import (
     CMixture,
     CPlaces,
     CPlan,
+    LayerPart,
 )
 from vivace.kernels.low_bit import LowBit, Weights
 from vivace.kernels.native import MAX_GROUP, Matrix, NativeBody, pack
@@ -160,7 +162,20 @@ class NativeSpan:
         """Run rows through layers start..stop-1, (T, E) -> (T, E)."""
         return self._call(h, step, start, stop, step.num_feed)
 
-    def _call(self, h: Tensor, step: Step, start: int, stop: int, num_feed: int) -> Tensor:
+    def part(self, h: Tensor, step: Step, index: int, part: LayerPart, heads: Tensor | None = None) -> Tensor:
+        """Compute a part of a layer, whose queries, keys and values (T, H D + 2 K D) lie in ``heads`` between two."""
+        return self._call(h, step, index, index + 1, step.num_feed, part, 0 if heads is None else heads.data_ptr())
+
+    def _call(
+        self,
+        h: Tensor,
+        step: Step,
+        start: int,
+        stop: int,
+        num_feed: int,
+        part: LayerPart = LayerPart.WHOLE,
+        heads: int = 0,
+    ) -> Tensor:
         """Run rows in one native call; those from ``num_feed`` on get the "mlp" deltas instead of the feed-forward."""
         if h.requires_grad:
             raise UnsupportedError("packed weights cannot be trained; load the model with kernels='torch'")
@@ -172,7 +187,7 @@ class NativeSpan:
         native_deltas, kept = self.native_deltas(step.low_rank, start, stop, version)
         out = torch.empty_like(h)
         call.h, call.out, call.deltas, call.num_deltas = h.data_ptr(), out.data_ptr(), native_deltas, len(native_deltas)
-        call.start, call.stop, call.num_feed = start, stop, num_feed
+        call.start, call.stop, call.num_feed, call.part, call.heads = start, stop, num_feed, part, heads or None
         self.body.span(self.plan, call)
         del kept
         return out
@@ -469,9 +484,10 @@ over it does not read."""
 
 def matrix_of(part: object) -> CMatrix:
     """Return the weights of a packed projection as a struct."""
-    assert isinstance(part, nn.Module)
-    assert isinstance(part.matrix, Matrix)
-    return part.matrix.struct
+    multiplied = part.part if isinstance(part, SummedProjection) else part
+    assert isinstance(multiplied, nn.Module)
+    assert isinstance(multiplied.matrix, Matrix)
+    return multiplied.matrix.struct
 
 
 def gain_of(norm: nn.Module | None) -> CGain:

@@ -293,9 +293,13 @@ struct Delta {
 
 // Rows that go through layers start..stop-1 of a plan. The first `num_write` of them store keys and values; those from
 // `num_feed` on get the deltas at SITE_MLP instead of the feed-forward.
+//
+// A call may compute a part of one layer instead: up to its stored keys and values (PROJECTED), what is behind them
+// (BEHIND), or a half without its residual, the products of the attention's output (ATTENDED) or of `down` (FED).
+enum LayerPart : int64_t { WHOLE, PROJECTED, BEHIND, ATTENDED, FED };
 struct Call {
     const bf16* h;  // (rows, E) entering layer `start`
-    bf16* out;      // (rows, E) leaving layer `stop - 1`
+    bf16* out;      // (rows, E) leaving layer `stop - 1`; the products of a half
     const int64_t *slot, *seen, *tail, *index, *entry;
     const bf16* const* keys;    // one pointer per layer of the plan
     const bf16* const* values;
@@ -309,6 +313,8 @@ struct Call {
     const bf16* const* cross_values;
     const Places* cross_places;
     const int64_t* cross_seen;  // (rows,) entries of each row's source
+    int64_t part;
+    bf16* heads;  // (rows, H D + 2 K D) queries, keys and values, written by PROJECTED and read by BEHIND; else null
 };
 
 // The attention of a draft row to the entries that a deep layer stored for verified positions.

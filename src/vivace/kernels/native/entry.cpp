@@ -56,9 +56,26 @@ int64_t num_lower(const Span& s, int64_t layer, Kind kind) {
     return count;
 }
 
+// Whether a part of a layer has a phase.
+bool has_phase(int64_t part, Kind kind) {
+    switch (part) {
+        case PROJECTED:
+            return kind <= HEADS;
+        case BEHIND:
+            return kind >= ATTEND;
+        case ATTENDED:
+            return kind <= OUTPUT;
+        case FED:
+            return kind >= UP && kind <= DOWN;
+        default:
+            return true;
+    }
+}
+
 // Items of a phase of a layer; 0 where the phase has nothing to do.
 int64_t num_items(const Span& s, int64_t layer, Kind kind) {
     const Call& c = *s.call;
+    if (!has_phase(c.part, kind)) return 0;
     const Layer& l = s.layer(layer);
     const Matrix out{nullptr, nullptr, 0, s.plan->width, TILES, nullptr, nullptr};
     const int64_t fed = c.num_feed > 0, lower = num_lower(s, layer, kind);
@@ -133,9 +150,9 @@ int64_t lay_out(Span& s, int64_t body, uint8_t* space, std::vector<bf16*>& low) 
     Space from{space, body_of(body)->number_bytes};
     s.sums = from.take_floats(rows * s.query_width());
     s.x = from.take(rows * p.width);
-    s.qkv = from.take(rows * s.qkv_width());
+    s.qkv = s.call->heads != nullptr ? s.call->heads : from.take(rows * s.qkv_width());
     s.a = from.take(rows * s.query_width());
-    s.y = from.take(rows * p.width);
+    s.y = s.call->part == ATTENDED || s.call->part == FED ? s.call->out : from.take(rows * p.width);
     s.u = from.take(rows * p.width);
     s.gates = from.take(rows * p.ffn_width);
     int64_t prepared = 0, inner = rows * p.ffn_width, seats = 0, experts = 0, wide = p.width;

@@ -290,9 +290,13 @@ void mix_item(const Span& s, const Mixture& m, int64_t row) {
 }
 
 void begin_row(const Span& s, int64_t row) {
+    const Call& c = *s.call;
+    const Layer& l = s.layer(0);
     const int64_t width = s.plan->width;
-    __builtin_memcpy(s.call->out + row * width, s.call->h + row * width, width * sizeof(bf16));
-    norm_into_x(s, row, s.call->out, s.layer(0).attention_norm, s.layer(0).qkv);
+    if (c.part == FED) return norm_into_x(s, row, c.h, l.ffn_norm, l.up);
+    if (c.part == WHOLE || c.part == BEHIND)
+        __builtin_memcpy(c.out + row * width, c.h + row * width, width * sizeof(bf16));
+    if (c.part != BEHIND) norm_into_x(s, row, c.h, l.attention_norm, l.qkv);
 }
 
 void end_row(const Span& s, int64_t layer, int64_t row) {
