@@ -32,7 +32,7 @@ from vivace.checkpoint.quantized import settings
 from vivace.cli import app
 from vivace.core.config import ModelConfig
 from vivace.core.cpu.chain import why_no_chain
-from vivace.core.cpu.span import why_no_span
+from vivace.core.cpu.plan import why_no_span
 from vivace.kernels import reference
 from vivace.methods.dynamic.gates import GatesConfig
 from vivace.methods.dynamic.objective import RouterTraining

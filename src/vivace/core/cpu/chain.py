@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from vivace.core.cache import KVCache
+from vivace.core.cpu.plan import gain_of, matrix_of, pointers
 from vivace.core.cpu.quantized import quantized_copy, quantized_head
-from vivace.core.cpu.span import MixtureSpan, NativeSpan, gain_of, matrix_of, pointers
+from vivace.core.cpu.span import MixtureSpan, NativeSpan
 from vivace.core.draft_rows import ChainPlan, ChainRoot, DeepRead, DraftRows, HeadRows, StreamRows, why_no_chain
 from vivace.core.draws import Drawing
 from vivace.core.low_rank import LowRankDeltas

@@ -10,49 +10,46 @@ only rows with low-rank deltas may differ in the last bit, since one by one the 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from ctypes import c_void_p, pointer
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from vivace.core.cache import KVCache
-from vivace.core.config import ModelConfig
-from vivace.core.cpu.packed import NativeNorm, PackedFeedForward, PackedMixture
+from vivace.core.cpu.plan import (
+    Pointers,
+    fetches_nothing,
+    layer_of,
+    pairs_of,
+    part_of,
+    plan_of,
+    pointers,
+    why_no_span,
+)
 from vivace.core.cpu.quantized import is_rounded, quantized_copy, tell_rounding
 from vivace.core.low_rank import FixedFactors, LowRankDeltas, Site
-from vivace.core.moe import ResidentExperts
 from vivace.core.step import Step
-from vivace.core.summed import SummedProjection
 from vivace.errors import UnsupportedError
 from vivace.kernels.huge_pages import HugePages
 from vivace.kernels.library import (
-    ACTIVATIONS,
-    FORMATS,
-    LANES,
     SITES,
     CCall,
     CDelta,
-    CExpert,
-    CGain,
     CLayer,
     CMatrix,
-    CMixture,
     CPlaces,
     CPlan,
     LayerPart,
 )
 from vivace.kernels.low_bit import LowBit, Weights
-from vivace.kernels.native import MAX_GROUP, Matrix, NativeBody, pack
+from vivace.kernels.native import NativeBody, pack
 
 if TYPE_CHECKING:
     from vivace.core.model import Decoder, Layer
-
-Pointers = ctypes.Array[c_void_p]
 
 
 class StoredEntries(NamedTuple):
@@ -78,7 +75,7 @@ class NativeSpan:
         ropes = {rotary: index for index, rotary in enumerate(rotaries)}
         self._kept: list[object] = []
         """What the plan points into and no layer holds: quantized copies, and the structs of mixtures."""
-        self.plan = _plan(decoder, self._layers, [ropes[id(layer.rotary)] for layer in self._layers], self._kept)
+        self.plan = plan_of(decoder, self._layers, [ropes[id(layer.rotary)] for layer in self._layers], self._kept)
         self._stored: WeakKeyDictionary[KVCache, StoredEntries] = WeakKeyDictionary()
         self._packed = WeakIdKeyDictionary()
         self._native_deltas = WeakIdKeyDictionary()
@@ -106,7 +103,7 @@ class NativeSpan:
         known = {
             id(part): copy
             for (layer, name), copy in (made or {}).items()
-            if copy.format == weights and (part := _part(self._layers[layer], name)) is not None
+            if copy.format == weights and (part := part_of(self._layers[layer], name)) is not None
         }
         found = {id(part): part for layer in self._layers[start:stop] for part in layer.modules()}
         fresh = [part for key, part in found.items() if key not in known]
@@ -115,7 +112,7 @@ class NativeSpan:
         uneven = {
             id(part)
             for layer in self._layers[start:stop]
-            for pair in _pairs(layer.feed_forward)
+            for pair in pairs_of(layer.feed_forward)
             if len({id(part) in known or is_rounded(part.matrix, weights) for part in pair}) > 1
             for part in pair
         }
@@ -128,7 +125,7 @@ class NativeSpan:
         plan = CPlan.from_buffer_copy(self.plan)
         layers = self.plan.layers[: len(self._layers)]
         layers[start:stop] = [
-            _layer(layer, layers[layer.index].rope, kept, matrix) for layer in self._layers[start:stop]
+            layer_of(layer, layers[layer.index].rope, kept, matrix) for layer in self._layers[start:stop]
         ]
         plan.layers = (CLayer * len(layers))(*layers)
         return plan, kept
@@ -140,7 +137,7 @@ class NativeSpan:
         """
         if why_no_span(decoder.config) is not None or decoder.keeps_states:
             return None
-        return NativeSpan(decoder, body) if _fetches_nothing(decoder) else MixtureSpan(decoder, body)
+        return NativeSpan(decoder, body) if fetches_nothing(decoder) else MixtureSpan(decoder, body)
 
     def covers(self, step: Step) -> bool:
         """Return whether a call can run as a span: its rows are single rows over a cache, its deltas of the
@@ -376,129 +373,3 @@ def _version_of(applied: Sequence[LowRankDeltas]) -> int:
 def _version(weight: Tensor) -> int:
     """Return how often a weight was changed in place."""
     return 0 if weight.is_inference() else weight._version
-
-
-def why_no_span(c: ModelConfig) -> str | None:
-    """Return why layers run one by one on native kernels and not several in one call, or None where they do not."""
-    if c.group > MAX_GROUP:
-        return f"more than {MAX_GROUP} query heads share a key/value head"
-    if len({rope.width or c.head_dim for rope in c.ropes}) > 1:
-        return "its rotary embeddings rotate different parts of a head"
-    if c.width % 2 or c.ffn_width % 2 or c.num_heads * c.head_dim % 2:
-        return "a width is odd"
-    if c.moe is not None and (c.moe.expert_width % 2 or not c.gated):
-        return "its experts have an odd width, or no gate"
-    return None
-
-
-def _fetches_nothing(decoder: Decoder) -> bool:
-    """Return whether all experts of a decoder are in memory, packed."""
-    mixtures = [layer for index, layer in enumerate(decoder.layers) if decoder.config.is_moe(index)]
-    return all(_experts_of(layer.feed_forward) is not None for layer in mixtures)
-
-
-def _experts_of(feed: object) -> list[PackedFeedForward] | None:
-    """Return the experts of a mixture, or None where they are fetched."""
-    if not isinstance(feed, PackedMixture) or not isinstance(feed.experts, ResidentExperts):
-        return None
-    return [expert for expert in feed.experts if isinstance(expert, PackedFeedForward)]
-
-
-def _plan(decoder: Decoder, layers: Sequence[Layer], ropes: Sequence[int], kept: list[object]) -> CPlan:
-    c = decoder.config
-    table = (CLayer * len(layers))(*(_layer(layer, rope, kept) for layer, rope in zip(layers, ropes, strict=True)))
-    bias = None if decoder.relative is None else decoder.relative.by_distance
-    kept.append(bias)
-    return CPlan(
-        layers=table,
-        num_layers=len(layers),
-        heads=c.num_heads,
-        kv_heads=c.num_kv_heads,
-        width=c.width,
-        ffn_width=c.ffn_width,
-        head_width=c.head_dim,
-        rotated=(c.ropes[0].width or c.head_dim) if c.positions == "rotary" else 0,
-        activation=ACTIVATIONS[c.activation],
-        is_gated=c.gated,
-        norms_heads_alone=c.qk_norm == "head",
-        norm_eps=c.norm_eps,
-        norm_offset=c.norm_offset,
-        scale=c.scale,
-        softcap=c.attention_softcap or 0.0,
-        clip=0.0 if c.qkv_clip is None else float(torch.tensor(c.qkv_clip, dtype=decoder.dtype)),
-        norms_sums=c.norm_placement == "sum",
-        reads_sources=c.encoder is not None,
-        bias=None if bias is None else bias.data_ptr(),
-        bias_reach=0 if bias is None else bias.shape[1],
-    )
-
-
-def _layer(layer: Layer, rope: int, kept: list[object], matrix: Callable[[object], CMatrix] | None = None) -> CLayer:
-    """Return the weights of a layer as a struct; the structs that it points to are added to ``kept``."""
-    around = (layer.attention_norm, layer.ffn_norm, layer.attention_post_norm, layer.ffn_post_norm)
-    norms = (*around, layer.q_norm, layer.k_norm)
-    feed = layer.feed_forward
-    is_mixture = layer.config.is_moe(layer.index)
-    gate = _NO_MATRIX if is_mixture or feed.gate is None else feed.gate
-    halves = (gate, *((_NO_MATRIX,) * 2 if is_mixture else (feed.up, feed.down)))
-    parts = (layer.qkv, layer.o, *halves)
-    matrices = [part if isinstance(part, CMatrix) else (matrix or matrix_of)(part) for part in parts]
-    window = layer.config.window(layer.index)
-    mixture = _mixture(feed, kept, matrix or matrix_of) if is_mixture else None
-    cross = layer.cross
-    sides = (_NO_MATRIX, _NO_MATRIX) if cross is None else tuple(map(matrix or matrix_of, (cross.q, cross.o)))
-    beside = (None, None) if cross is None else (cross.norm, cross.sum_norm)
-    gains = [gain_of(norm) for norm in (*norms, *beside)]
-    return CLayer(*matrices, *gains[:6], window or 0, rope, mixture, *sides, *gains[6:])
-
-
-def _part(layer: Layer, name: str) -> object | None:
-    """Return a projection of a layer by its name, or None where the layer has none of this name."""
-    return getattr(layer if name in ("qkv", "o") else layer.feed_forward, name, None)
-
-
-def _pairs(feed: object) -> list[tuple[Any, Any]]:
-    """Return the gate and the up projection of a feed-forward or of each expert of a mixture, where both are packed."""
-    feeds = [feed] if (experts := _experts_of(feed)) is None else experts
-    found = [(getattr(each, "gate", None), getattr(each, "up", None)) for each in feeds]
-    return [pair for pair in found if all(isinstance(getattr(part, "matrix", None), Matrix) for part in pair)]
-
-
-def _mixture(feed: object, kept: list[object], matrix: Callable[[object], CMatrix]) -> object:
-    """Return a pointer to the struct of a mixture, or None where its experts are fetched."""
-    experts = _experts_of(feed)
-    if experts is None:
-        return None
-    assert isinstance(feed, PackedMixture)
-    structs = [CExpert(matrix(expert.gate), matrix(expert.up), matrix(expert.down)) for expert in experts]
-    table = (CExpert * len(structs))(*structs)
-    mixture = CMixture(feed.matrix.struct, table, feed.config.top_k, feed.config.normalise)
-    kept += [table, mixture]
-    return pointer(mixture)
-
-
-_NO_MATRIX = CMatrix(None, None, LANES, LANES, FORMATS["tiles"], None, None)
-"""Placeholder for a gate that a layer has not, and for the feed-forward of a layer with experts, which a native call
-over it does not read."""
-
-
-def matrix_of(part: object) -> CMatrix:
-    """Return the weights of a packed projection as a struct."""
-    multiplied = part.part if isinstance(part, SummedProjection) else part
-    assert isinstance(multiplied, nn.Module)
-    assert isinstance(multiplied.matrix, Matrix)
-    return multiplied.matrix.struct
-
-
-def gain_of(norm: nn.Module | None) -> CGain:
-    """Return the weights of a norm as a struct, which is empty for no norm."""
-    if norm is None:
-        return CGain()
-    assert isinstance(norm, NativeNorm)
-    return CGain(norm.weight.data_ptr(), None if norm.bias is None else norm.bias.data_ptr())
-
-
-def pointers(tensors: Sequence[Tensor]) -> Pointers:
-    """Return the addresses of contiguous tensors; the caller must keep the tensors alive."""
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    return (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from vivace.core.cpu.span import MixtureSpan, NativeSpan, why_no_span
+from vivace.core.cpu.plan import why_no_span
+from vivace.core.cpu.span import MixtureSpan, NativeSpan
 from vivace.core.step import Step
 from vivace.core.summed import SummedNorm, SummedProjection
 from vivace.kernels.library import LayerPart
