@@ -43,7 +43,7 @@ def measured(folder: Path) -> str:
         caption = f"{captions.heading(cell['provenance'], kernels)}, `{cell['setting']['model']}`"
         parts.setdefault((caption, link["ranks"], link["cpu_share"]), []).append(cell)
     made = [
-        f"{caption}. {note(cells)}\n\n{first_tokens(cells)}\n\n{choices(cells)}{decoding(cells)}"
+        f"{caption}. {note(cells)}\n\n{first_tokens(cells)}\n\n{choices(cells)}{decoding(cells)}{answers(cells)}"
         for (caption, _, _), cells in ((key, sorted(found, key=_place)) for key, found in parts.items())
     ]
     return "\n\n".join(made) or NO_RUN
@@ -146,6 +146,33 @@ def decoding(cells: Sequence[dict[str, Any]]) -> str:
         for link, batch in places
     ]
     return table(("link", "batch", *(f"{way}, ms a step" for way in ways)), body) if body else ""
+
+
+ANSWER = 128
+"""Tokens of the answer in ``answers``."""
+DECODES_AS = {"runahead-tensor": "tensor", "runahead-model": "one", "one": "one", "tensor": "tensor"}
+"""By which way those of first tokens decode."""
+
+
+def answers(cells: Sequence[dict[str, Any]]) -> str:
+    """Return what a prompt and its answer take together, where one way reads along a chain and decodes by shares."""
+    body = []
+    for cell in cells:
+        steps = {row["way"]: row["median_s"] for row in cell["rows"] if row["what"] == "decoding" and row["batch"] == 1}
+        found: dict[int, dict[str, float]] = {}
+        for row in cell["rows"]:
+            step = steps.get(DECODES_AS.get(row["way"], ""))
+            if row["what"] == "first token" and step is not None:
+                found.setdefault(row["num_tokens"], {})[row["way"]] = row["median_s"] + (ANSWER - 1) * step
+        body += [
+            (name_of(cell["link"]), f"{length:,}", *(f"{times[way]:.2f}" for way in DECODES_AS))
+            for length, times in found.items()
+            if set(DECODES_AS) <= set(times)
+        ]
+    if not body:
+        return ""
+    told = f"A prompt and {ANSWER} tokens of an answer, from both tables:"
+    return f"\n\n{told}\n\n{table(('link', 'tokens', *(f'{way}, s' for way in DECODES_AS)), body)}"
 
 
 def wires(folder: Path) -> str:

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import rank_simulator
 from benchmarks.links import CGROUP, Pace, can_make_namespaces, measured_rate, network
 from benchmarks.parallel import measure
-from benchmarks.parallel_tables import MixedError, cells_of, choices, measured
+from benchmarks.parallel_tables import MixedError, answers, cells_of, choices, measured
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.parallel.auto import CHOSEN
 from vivace.parallel.partition import first_token_s, punctual
@@ -140,6 +140,15 @@ def test_auto_is_counted_beside_the_fastest_way() -> None:
     assert "within 10% of it in 1 of 2 cells" in told
     assert "| 100 Mbit/s | 512 | one | 1.05 | pipeline | 1.00 | 1.05 |" in told
     assert choices([{"link": {"mbit": 100}, "rows": rows[1:3]}]) == ""
+
+
+def test_an_answer_behind_a_prompt_has_the_steps_of_its_way() -> None:
+    firsts = {"one": 3.0, "tensor": 2.5, "runahead-model": 1.5, "runahead-tensor": 1.6}
+    rows = [{"way": way, "what": "first token", "num_tokens": 512, "median_s": s} for way, s in firsts.items()]
+    rows += [{"way": way, "what": "decoding", "batch": 1, "median_s": s} for way, s in (("one", 0.1), ("tensor", 0.06))]
+    told = answers([{"link": {"mbit": None}, "rows": rows}])
+    assert "| not shaped | 512 | 9.22 | 14.20 | 15.70 | 10.12 |" in told
+    assert answers([{"link": {"mbit": None}, "rows": rows[1:]}]) == ""
 
 
 def test_the_simulator_has_the_chain_of_the_engine() -> None:

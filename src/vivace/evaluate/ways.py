@@ -226,7 +226,8 @@ class Ways:
         found["sequence"] = gathered_s(equal, reading.costs, is_dense=True)
         for name, pieces in counts.items():
             if name.startswith("runahead") and pieces is not None:
-                found[name] = first_token_s(pieces, reading.costs)
+                step_s = reading.decoding_s(model).get("tensor", 0.0) if name.startswith(SCATTERED) else 0.0
+                found[name] = first_token_s(pieces, reading.costs) + step_s
         return found
 
     def _counters(self) -> tuple[int, dict[str, int]]:

@@ -136,9 +136,9 @@ def rank_times(world: World, decoder: Decoder, stream: BusyLink, *, masked: bool
 
 @torch.inference_mode()
 def sum_time(world: World, decoder: Decoder, count: int) -> float:
-    """Return the seconds of a sum over all ranks for so many rows, behind a layer: the slowest rank is awaited there.
+    """Return the seconds of a sum over all ranks for so many rows, behind a layer, as sums come.
 
-    All ranks call this at once.
+    There the slowest rank is awaited, and a link has rested. All ranks call this at once.
     """
     collective, index = LinkedSum(world), decoder.config.num_layers // 2
     cache = cache_of(decoder, count)
@@ -161,7 +161,7 @@ def sum_time(world: World, decoder: Decoder, count: int) -> float:
             )
         )
     cache.release([0])
-    return max(bare_s, (summed_s - alone_s) / SUMS)
+    return (summed_s - alone_s) / SUMS if summed_s > alone_s else bare_s
 
 
 @torch.inference_mode()
@@ -249,7 +249,8 @@ def layer_times(decoder: Decoder, *, masked: bool) -> Tensor:
     with threads_of(decoder):
         project_s = _median_s(lambda: split.project(h, step, layer.index)) / rows
         projected = split.project(h, step, layer.index)
-        feed_s = max(0.0, _median_s(lambda: split.finish(h, projected, step, layer.index)) / rows - reading[0])
+        finish_s = _median_s(lambda: split.finish(h, projected, step, layer.index)) / rows
+        feed_s = finish_s - reading[0] if finish_s > reading[0] else finish_s
         one = Step.at(cache, [0], [places[0]])
         row = decoder.embed(torch.zeros(1, dtype=torch.int64), one)
         step_s = _median_s(lambda: decoder.run(row, one, layer.index, layer.index + 1))

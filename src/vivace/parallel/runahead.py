@@ -188,7 +188,7 @@ class RunaheadFollower:
         counts, tokens = more[:num_pieces], more[num_pieces:]
         self.read(length, tokens, PieceReading(chunk, way, counts))
 
-    def read(self, length: int, tokens: Sequence[int], reading: PieceReading) -> tuple[KVCache, int] | None:
+    def read(self, length: int, tokens: Sequence[int], reading: PieceReading) -> KVCache | None:
         """Read this rank's part of a prompt.
 
         Args:
@@ -197,8 +197,7 @@ class RunaheadFollower:
             reading: how all ranks read it.
 
         Returns:
-            A cache whose first slot has the entries up to the end of this rank's piece, and their number; None where
-            this rank has no piece.
+            A cache whose first slot has the entries up to the end of this rank's piece; None where it has no piece.
         """
         way, counts = reading.way, reading.counts
         place = place_of(self._world.rank, counts)
@@ -212,7 +211,7 @@ class RunaheadFollower:
         else:
             run_piece(self._world, self._decoder, cache, 0, tokens, place, reading)
         self._world.links.flush()
-        return cache, stop
+        return cache
 
 
 @dataclass(frozen=True)

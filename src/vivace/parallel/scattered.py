@@ -110,7 +110,7 @@ class ScatteredFollower(RunaheadFollower):
         else:
             super().take(operation, numbers, rest)
 
-    def read(self, length: int, tokens: Sequence[int], reading: PieceReading) -> tuple[KVCache, int] | None:
+    def read(self, length: int, tokens: Sequence[int], reading: PieceReading) -> KVCache | None:
         """Read this rank's piece while the heads of all others arrive, and put its own beside them."""
         if self._filled is None:
             return super().read(length, tokens, reading)
@@ -122,7 +122,7 @@ class ScatteredFollower(RunaheadFollower):
         found, last = super().read(length, tokens, reading), len(cache.store.specs) - 1
         if found is not None:
             for layer in range(last + 1):
-                copy_heads(found[0], cache, slot, layer, known, self._share)
+                copy_heads(found, cache, slot, layer, known, self._share)
         arriving.wait(last)
         return found
 
