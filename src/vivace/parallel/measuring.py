@@ -31,6 +31,8 @@ BEFORE = (0, 768, 3840)
 """Entries in front of them that they read, where the model's context is that long."""
 TIMES = 3
 ECHO_BYTES = 1 << 20
+WORK_S = 0.1
+"""How long each part of a layer is timed: as long as one period of the kernel's scheduler of parts of a core."""
 STREAM_S = 0.15
 """For how long ranks compute beside a stream between them."""
 MOST_STREAM_BYTES = 16 << 20
@@ -240,20 +242,20 @@ def layer_times(decoder: Decoder, *, masked: bool) -> Tensor:
         step, h = chunk_of(decoder, cache, rows, before)
         with nullcontext() if step.chunk else threads_of(decoder):
             q = layer.project(h, step)
-            reading.append(_median_s(lambda: layer.read(q, step)) / rows)  # noqa: B023 - called at once
+            reading.append(_mean_s(lambda: layer.read(q, step)) / rows)  # noqa: B023 - called at once
             if masked:
                 dense = DenseRows(step, before + rows)
-                masking.append(_median_s(lambda: dense.read(layer, q)) / rows)  # noqa: B023 - likewise
+                masking.append(_mean_s(lambda: dense.read(layer, q)) / rows)  # noqa: B023 - likewise
     step, h = chunk_of(decoder, cache, rows, places[0])  # where attention is the least of what follows
     split = split_layers(decoder, step)
     with threads_of(decoder):
-        project_s = _median_s(lambda: split.project(h, step, layer.index)) / rows
+        project_s = _mean_s(lambda: split.project(h, step, layer.index)) / rows
         projected = split.project(h, step, layer.index)
-        finish_s = _median_s(lambda: split.finish(h, projected, step, layer.index)) / rows
+        finish_s = _mean_s(lambda: split.finish(h, projected, step, layer.index)) / rows
         feed_s = finish_s - reading[0] if finish_s > reading[0] else finish_s
         one = Step.at(cache, [0], [places[0]])
         row = decoder.embed(torch.zeros(1, dtype=torch.int64), one)
-        step_s = _median_s(lambda: decoder.run(row, one, layer.index, layer.index + 1))
+        step_s = _mean_s(lambda: decoder.run(row, one, layer.index, layer.index + 1))
     cache.release([0])
     return torch.tensor([project_s, feed_s, step_s, *reading, *masking], dtype=torch.float64)
 
@@ -265,9 +267,9 @@ def token_times(decoder: Decoder) -> tuple[float, float]:
     step = Step.at(cache, [0], [0])
     h = decoder.embed(torch.zeros(1, dtype=torch.int64), step)
     with threads_of(decoder):
-        alone_s = _median_s(lambda: decoder.run(h, step))
+        alone_s = _mean_s(lambda: decoder.run(h, step))
         cache.staged.add(0)
-        staged_s = _median_s(lambda: decoder.run(h, step))
+        staged_s = _mean_s(lambda: decoder.run(h, step))
     return alone_s, staged_s
 
 
@@ -299,8 +301,20 @@ def _entry_bytes(decoder: Decoder) -> int:
     return cache.store.specs[0].entry_bytes(decoder.dtype)
 
 
+def _mean_s(work: Callable[[], object]) -> float:
+    """Return how long some work takes: the mean over ``WORK_S``, since a rank that has a part of a core pauses now and
+    then.
+    """
+    work()
+    started, count = time.perf_counter(), 0
+    while count < TIMES or time.perf_counter() - started < WORK_S:
+        work()
+        count += 1
+    return (time.perf_counter() - started) / count
+
+
 def _median_s(work: Callable[[], object]) -> float:
-    """Return how long some work takes."""
+    """Return how long work takes that all ranks do equally often."""
     found = []
     for _ in range(TIMES):
         started = time.perf_counter()
