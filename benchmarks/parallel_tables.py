@@ -131,9 +131,18 @@ def choices(cells: Sequence[dict[str, Any]]) -> str:
     return f"{told}\n\n{table(heads, body)}\n\n"
 
 
+PAUSE_S = 0.05
+"""For how long a rank that has half of a core pauses at a time."""
+
+
 def decoding(cells: Sequence[dict[str, Any]]) -> str:
-    """Return milliseconds of a step of decoding."""
-    rows = [(cell, row) for cell in cells for row in cell["rows"] if row["what"] == "decoding"]
+    """Return milliseconds of a step of decoding; steps of parts of a core that are shorter than its pauses left out."""
+    rows = [
+        (cell, row)
+        for cell in cells
+        for row in cell["rows"]
+        if row["what"] == "decoding" and (cell["link"]["cpu_share"] == 1 or row["median_s"] >= PAUSE_S)
+    ]
     ways = list(dict.fromkeys(row["way"] for _, row in rows))
     places = list(dict.fromkeys((name_of(cell["link"]), row["batch"]) for cell, row in rows))
     steps = {(name_of(cell["link"]), row["batch"], row["way"]): row["median_s"] for cell, row in rows}

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import rank_simulator
 from benchmarks.links import CGROUP, Pace, can_make_namespaces, measured_rate, network
 from benchmarks.parallel import measure
-from benchmarks.parallel_tables import MixedError, answers, cells_of, choices, measured
+from benchmarks.parallel_tables import MixedError, answers, cells_of, choices, decoding, measured
 from tests.tiny_checkpoints import make_checkpoint
 from vivace.parallel.auto import CHOSEN
 from vivace.parallel.partition import first_token_s, punctual
@@ -140,6 +140,14 @@ def test_auto_is_counted_beside_the_fastest_way() -> None:
     assert "within 10% of it in 1 of 2 cells" in told
     assert "| 100 Mbit/s | 512 | one | 1.05 | pipeline | 1.00 | 1.05 |" in told
     assert choices([{"link": {"mbit": 100}, "rows": rows[1:3]}]) == ""
+
+
+def test_steps_that_are_shorter_than_pauses_of_a_part_of_a_core_are_left_out() -> None:
+    rows = [{"way": "one", "what": "decoding", "batch": batch, "median_s": s} for batch, s in ((1, 0.002), (16, 0.2))]
+    link = {"mbit": 100, "cpu_share": 0.5}
+    assert "| 1 |" not in decoding([{"link": link, "rows": rows}])
+    assert "| 100 Mbit/s | 16 | 200.0 |" in decoding([{"link": link, "rows": rows}])
+    assert "| 100 Mbit/s | 1 | 2.0 |" in decoding([{"link": link | {"cpu_share": 1}, "rows": rows}])
 
 
 def test_an_answer_behind_a_prompt_has_the_steps_of_its_way() -> None:
