@@ -60,7 +60,7 @@ class _ScatteredState(RunaheadState):
 
     def __init__(self, prefill: ScatteredPrefill, model: Decoder, cache: KVCache, chunk: int) -> None:
         super().__init__(prefill, model, cache, chunk)
-        self._scattered = prefill
+        self._prefill: ScatteredPrefill = prefill
         self._leader = leader_of(model)
         self._shares = shares_of(prefill.whole.config, prefill.world.size)
 
@@ -70,7 +70,7 @@ class _ScatteredState(RunaheadState):
 
     def read_together(self, slot: int, tokens: Sequence[int]) -> None:
         """Fill a slot with the entries of this rank's heads, and those of the other ranks with theirs."""
-        prefill, count = self._scattered, len(tokens)
+        prefill, count = self._prefill, len(tokens)
         world, whole = prefill.world, prefill.whole
         cache = cache_of(whole, count)
         cache.prompts[0] = self.cache.prompts[slot]
