@@ -14,6 +14,7 @@ import torch
 
 import vivace
 from tests.parallel.ranks import Ended, run_ranks
+from tests.parallel.sessions import entries_and_texts
 from tests.parity.families import make
 from vivace.decode.session import Session
 from vivace.errors import UnsupportedError, WorldError
@@ -49,19 +50,7 @@ def read(folder: Path, kernels: str, dtype: str, together: dict[str, Any], count
     options = Options(method="plain", max_new_tokens=12, ignore_eos=True)
     for prompt in (IDS, IDS[:9]):
         session.admit(engine.request_for(prompt, options))
-    texts: dict[int, list[int]] = {0: [], 1: []}
-    while not texts[0]:
-        for one in session.step():
-            texts[one.request_id] += one.tokens
-    slot = next(s.slot for s in session._live.values() if s.id == 0)
-    entries = []
-    for layer in range(engine.model.config.num_layers):
-        window = engine.model.config.window(layer)
-        start = 0 if window is None else max(0, len(IDS) - window)
-        entries += [part.clone() for part in session.cache.span(layer, slot, start, len(IDS) - 1)]
-    for one in session.drain():
-        texts[one.request_id] += one.tokens
-    return entries, texts
+    return entries_and_texts(session, len(IDS), 2)
 
 
 def assert_same(led: Any, alone: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import vivace
 from tests.parallel.ranks import Ended, run_ranks
+from tests.parallel.sessions import entries_and_texts
 from tests.parallel.test_failures import is_rank, message
 from tests.parity.families import CONFIGS, make
 from vivace.decode.session import Session
@@ -34,18 +35,7 @@ def read(folder: Path, kernels: str, dtype: str, together: dict[str, Any], kv: s
     drawn = Options(method="lookup", max_new_tokens=8, temperature=0.9, seed=3, ignore_eos=True)
     for prompt, options in ((ids, plain), (ids[:9], plain), (ids[30:], drawn), (ids[:1], plain)):
         session.admit(engine.request_for(prompt, options))
-    texts: dict[int, list[int]] = {number: [] for number in range(4)}
-    while not texts[0]:
-        for one in session.step():
-            texts[one.request_id] += one.tokens
-    slot = next(s.slot for s in session._live.values() if s.id == 0)
-    entries = []
-    for layer in range(engine.model.config.num_layers):
-        window = engine.model.config.window(layer)
-        start = 0 if window is None else max(0, len(ids) - window)
-        entries += [part.clone() for part in session.cache.span(layer, slot, start, len(ids) - 1)]
-    for one in session.drain():
-        texts[one.request_id] += one.tokens
+    entries, texts = entries_and_texts(session, len(ids), 4)
     return entries, texts, None if engine.world is None else engine.world.traffic
 
 

@@ -32,7 +32,22 @@ class Collective(Protocol):
         ...
 
 
-class SummedLinear(Linear):
+class SummedProducts:
+    """What comes behind a rank's products."""
+
+    collective: Collective
+    point: Point
+    bias: nn.Parameter | None
+
+    def summed(self, product: Tensor, add: Tensor | None = None) -> Tensor:
+        """Return the sum over ranks of their products (T, out), with the bias, and ``add`` if it is given."""
+        y = self.collective.all_reduce(product, point=self.point)
+        if self.bias is not None:
+            y = y + self.bias
+        return y if add is None else add + y
+
+
+class SummedLinear(SummedProducts, Linear):
     """A rank's columns of ``x W^T + b``, run by PyTorch."""
 
     def __init__(self, in_width: int, out_width: int, *, bias: bool, collective: Collective, point: Point) -> None:
@@ -53,15 +68,8 @@ class SummedLinear(Linear):
         """Project this rank's columns, (T, in) -> (T, out), sum over ranks, and add ``add`` if it is given."""
         return self.summed(kernels.linear(x, self.weight), add)
 
-    def summed(self, product: Tensor, add: Tensor | None) -> Tensor:
-        """Return the sum over ranks of their products (T, out), with the bias and ``add``."""
-        y = self.collective.all_reduce(product, point=self.point)
-        if self.bias is not None:
-            y = y + self.bias
-        return y if add is None else add + y
 
-
-class SummedProjection(nn.Module):
+class SummedProjection(SummedProducts, nn.Module):
     """The same over a module that multiplies without a bias, such as one with packed or quantized weights."""
 
     def __init__(self, linear: SummedLinear, multiply: Callable[[Tensor, Tensor | None], nn.Module]) -> None:
@@ -80,13 +88,6 @@ class SummedProjection(nn.Module):
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """Project this rank's columns, (T, in) -> (T, out), sum over ranks, and add ``add`` if it is given."""
         return self.summed(self.part(x), add)
-
-    def summed(self, product: Tensor, add: Tensor | None) -> Tensor:
-        """Return the sum over ranks of their products (T, out), with the bias and ``add``."""
-        y = self.collective.all_reduce(product, point=self.point)
-        if self.bias is not None:
-            y = y + self.bias
-        return y if add is None else add + y
 
 
 class SummedNorm(nn.Module):

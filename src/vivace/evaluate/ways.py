@@ -16,10 +16,10 @@ from vivace.parallel.links import HEADER
 from vivace.parallel.measuring import confirm_received
 from vivace.parallel.partition import even, first_token_s, gathered_s
 from vivace.parallel.partition_table import search
+from vivace.parallel.pipeline import KIND as PIPELINE
+from vivace.parallel.scattered import KIND as SCATTERED
 from vivace.parallel.world import World
 
-PIPELINE = "pipeline"
-SCATTERED = "runahead-tensor"
 GRID = 256
 """Pieces begin at multiples of it, as prompts are divided in sessions."""
 READING = (

@@ -22,6 +22,7 @@ from vivace.parallel.pipeline import KIND as PIPELINE
 from vivace.parallel.pipeline import PipelineLeader, has_stages, read_chunks
 from vivace.parallel.prediction import ShareWork, decoding_times, prompt_times, share_work
 from vivace.parallel.runahead import ALONE, KIND, WAYS, RunaheadPrefill, RunaheadState
+from vivace.parallel.scattered import KIND as SCATTERED
 from vivace.parallel.staged import StagedSlots, staged_leader
 from vivace.parallel.world import World
 
@@ -119,7 +120,7 @@ class AutoPrefill(RunaheadPrefill):
         if best not in self.ways(model):
             reason += f"; {best} needs --parallel {best}"
         elif steps.get("tensor", math.inf) < steps.get(decoding, 0.0):
-            reason += "; --parallel runahead-tensor decodes as tensor does, where ranks have room for a share besides"
+            reason += f"; --parallel {SCATTERED} decodes as tensor does, where ranks have room for a share besides"
         return reason
 
     def way_for(self, model: Decoder, length: int, chunk: int) -> str:

@@ -141,13 +141,9 @@ class LedSpan:
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Run rows (T, E) through layers start..stop-1 on all ranks; all of them end with the same rows."""
         leader = self.leader
-        with leader.turn:
-            try:
-                leader.begin(h, step, start, stop)
-                return self.run_here(h, step, start, stop)
-            except BaseException as error:
-                leader.world.close(f"{type(error).__name__}: {error}")  # the others are in the middle of a pass
-                raise
+        with leader.turn, leader.world.unbroken():
+            leader.begin(h, step, start, stop)
+            return self.run_here(h, step, start, stop)
 
     def run_here(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Run rows (T, E) through rank 0's part of layers start..stop-1, as its own backend does."""

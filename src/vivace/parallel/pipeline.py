@@ -116,13 +116,9 @@ class PipelineSpan(LedSpan):
     def run(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Run rows (T, E) through layers start..stop-1."""
         leader = self.leader
-        with leader.turn:
-            try:
-                leader.begin(h, step, start, stop)
-                return self.last(leader.result(leader.count, h), step, start, stop)
-            except BaseException as error:
-                leader.world.close(f"{type(error).__name__}: {error}")  # the others are in the middle of a pass
-                raise
+        with leader.turn, leader.world.unbroken():
+            leader.begin(h, step, start, stop)
+            return self.last(leader.result(leader.count, h), step, start, stop)
 
     def last(self, h: Tensor, step: Step, start: int, stop: int) -> Tensor:
         """Run rows through those of the layers that are rank 0's."""
@@ -204,18 +200,14 @@ def read_chunks(model: Decoder, cache: KVCache, slot: int, tokens: Sequence[int]
     assert isinstance(span, PipelineSpan)
     leader, num_layers = span.leader, model.config.num_layers
     is_chunk = len(tokens) > model.backend.rows_up_to
-    with leader.turn, nullcontext() if is_chunk else threads_of(model):
-        try:
-            waiting = []
-            for first in range(0, len(tokens), chunk):
-                stop = min(first + chunk, len(tokens))
-                step = Step.at(cache, [slot] * (stop - first), list(range(first, stop)))
-                step = replace(step, is_prompt=True, chunk=((slot, 0, stop - first),) if is_chunk else None)
-                h = model.embed(torch.tensor(tokens[first:stop], dtype=torch.int64), step)
-                leader.begin(h, step, 0, num_layers)
-                waiting.append((leader.count, step, h))
-            for number, step, h in waiting:
-                span.last(leader.result(number, h), step, 0, num_layers)
-        except BaseException as error:
-            leader.world.close(f"{type(error).__name__}: {error}")
-            raise
+    with leader.turn, nullcontext() if is_chunk else threads_of(model), leader.world.unbroken():
+        waiting = []
+        for first in range(0, len(tokens), chunk):
+            stop = min(first + chunk, len(tokens))
+            step = Step.at(cache, [slot] * (stop - first), list(range(first, stop)))
+            step = replace(step, is_prompt=True, chunk=((slot, 0, stop - first),) if is_chunk else None)
+            h = model.embed(torch.tensor(tokens[first:stop], dtype=torch.int64), step)
+            leader.begin(h, step, 0, num_layers)
+            waiting.append((leader.count, step, h))
+        for number, step, h in waiting:
+            span.last(leader.result(number, h), step, 0, num_layers)

@@ -113,8 +113,7 @@ class RunaheadPrefill:
         cache: KVCache,
         slot: int,
         tokens: Sequence[int],
-        chunk: int,
-        way: str,
+        reading: PieceReading,
         receives: Callable[[int], None] | None = None,
     ) -> None:
         """Fill a slot with the entries of tokens, with the help of the other ranks.
@@ -124,26 +123,18 @@ class RunaheadPrefill:
             cache: has blocks for the slot's tokens, none of them committed.
             slot: whose entries they are.
             tokens: of the prompt.
-            chunk: tokens that attend together.
-            way: one of ``WAYS``.
+            reading: how all ranks read them.
             receives: is given each layer once all its entries are there; stages give none.
         """
-        counts = self.counts(model, len(tokens), chunk, way)
-        with self.turn:
-            world = self.world
-            try:
-                world.tell(
-                    passes.packed(passes.READ, [cache.prompts[slot], WAYS[way], chunk, len(counts), *counts, *tokens])
-                )
-                if WAYS[way] == STAGES:
-                    run_stage(world, model, cache, slot, tokens, chunk)
-                    return
-                place = place_of(0, counts)
-                assert place is not None
-                run_piece(world, model, cache, slot, tokens, place, PieceReading(chunk, WAYS[way], counts), receives)
-            except BaseException as error:
-                world.close(f"{type(error).__name__}: {error}")
-                raise
+        world, (chunk, way, counts) = self.world, (reading.chunk, reading.way, reading.counts)
+        with self.turn, world.unbroken():
+            world.tell(passes.packed(passes.READ, [cache.prompts[slot], way, chunk, len(counts), *counts, *tokens]))
+            if way == STAGES:
+                run_stage(world, model, cache, slot, tokens, chunk)
+                return
+            place = place_of(0, counts)
+            assert place is not None
+            run_piece(world, model, cache, slot, tokens, place, reading, receives)
 
 
 class RunaheadState(WholePrompts):
@@ -161,7 +152,8 @@ class RunaheadState(WholePrompts):
     def read_together(self, slot: int, tokens: Sequence[int]) -> None:
         """Fill a slot with the entries of tokens."""
         way = self._prefill.way_for(self.model, len(tokens), self.chunk)
-        self._prefill.read(self.model, self.cache, slot, tokens, self.chunk, way)
+        counts = self._prefill.counts(self.model, len(tokens), self.chunk, way)
+        self._prefill.read(self.model, self.cache, slot, tokens, PieceReading(self.chunk, WAYS[way], counts))
 
 
 class RunaheadFollower:

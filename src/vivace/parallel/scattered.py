@@ -24,8 +24,8 @@ from vivace.parallel.following import Follower, Following
 from vivace.parallel.leading import Leader, LedSpan
 from vivace.parallel.measuring import cache_of
 from vivace.parallel.partition_table import Table
+from vivace.parallel.runahead import CHAIN, PieceReading, RunaheadFollower, RunaheadPrefill, RunaheadState
 from vivace.parallel.runahead import KIND as RUNAHEAD
-from vivace.parallel.runahead import PieceReading, RunaheadFollower, RunaheadPrefill, RunaheadState
 from vivace.parallel.shares import Share, shares_of
 from vivace.parallel.world import World
 
@@ -75,8 +75,7 @@ class _ScatteredState(RunaheadState):
         cache = cache_of(whole, count)
         cache.prompts[0] = self.cache.prompts[slot]
         counts = prefill.counts(whole, count, self.chunk)
-        places = {rank: place_of(rank, counts) for rank in world.others}
-        known = {rank: 0 if place is None else place.stop for rank, place in places.items()}
+        known = {rank: entries_read(rank, counts) for rank in world.others}
 
         def scatter(layer: int) -> None:
             for rank, first in known.items():
@@ -86,7 +85,7 @@ class _ScatteredState(RunaheadState):
 
         with prefill.turn:
             self._leader.tell(passes.HEADS, self._leader.number_of(self.cache), slot, count)
-            prefill.read(whole, cache, 0, tokens, self.chunk, RUNAHEAD, scatter)
+            prefill.read(whole, cache, 0, tokens, PieceReading(self.chunk, CHAIN, counts), scatter)
 
 
 class ScatteredFollower(RunaheadFollower):
@@ -116,8 +115,7 @@ class ScatteredFollower(RunaheadFollower):
             return super().read(length, tokens, reading)
         (cache, slot, count), self._filled = self._filled, None
         cache.extend([slot], [count])
-        place = place_of(self._world.rank, reading.counts)
-        known = 0 if place is None else place.stop
+        known = entries_read(self._world.rank, reading.counts)
         arriving = Arriving(self._world, cache, slot, 0, lambda _: (known, count))
         found, last = super().read(length, tokens, reading), len(cache.store.specs) - 1
         if found is not None:
@@ -138,6 +136,12 @@ def leader_of(share: Decoder) -> Leader:
     span = share.backend.span
     assert isinstance(span, LedSpan)
     return span.leader
+
+
+def entries_read(rank: int, counts: Sequence[int]) -> int:
+    """Return how many entries a rank has behind its piece of a prompt, where pieces have these lengths."""
+    place = place_of(rank, counts)
+    return 0 if place is None else place.stop
 
 
 def heads_of(share: Share) -> slice:

@@ -143,6 +143,15 @@ class World:
                 raise
             sys.exit(error.exit_code if isinstance(error, VivaceError) else 1)
 
+    @contextmanager
+    def unbroken(self) -> Iterator[None]:
+        """End all ranks for the error with which the block fails: the others are in the middle of what it does."""
+        try:
+            yield
+        except BaseException as error:
+            self.close(f"{type(error).__name__}: {error}")
+            raise
+
     def close(self, reason: str | None = None) -> None:
         """End the ranks: those that follow end with status 0, or with 1 where there is a reason."""
         if self.has_ended:

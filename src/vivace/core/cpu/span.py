@@ -161,7 +161,7 @@ class NativeSpan:
 
     def part(self, h: Tensor, step: Step, index: int, part: LayerPart, heads: Tensor | None = None) -> Tensor:
         """Compute a part of a layer, whose queries, keys and values (T, H D + 2 K D) lie in ``heads`` between two."""
-        return self._call(h, step, index, index + 1, step.num_feed, part, 0 if heads is None else heads.data_ptr())
+        return self._call(h, step, index, index + 1, step.num_feed, part, heads)
 
     def _call(
         self,
@@ -171,7 +171,7 @@ class NativeSpan:
         stop: int,
         num_feed: int,
         part: LayerPart = LayerPart.WHOLE,
-        heads: int = 0,
+        heads: Tensor | None = None,
     ) -> Tensor:
         """Run rows in one native call; those from ``num_feed`` on get the "mlp" deltas instead of the feed-forward."""
         if h.requires_grad:
@@ -184,7 +184,8 @@ class NativeSpan:
         native_deltas, kept = self.native_deltas(step.low_rank, start, stop, version)
         out = torch.empty_like(h)
         call.h, call.out, call.deltas, call.num_deltas = h.data_ptr(), out.data_ptr(), native_deltas, len(native_deltas)
-        call.start, call.stop, call.num_feed, call.part, call.heads = start, stop, num_feed, part, heads or None
+        call.start, call.stop, call.num_feed, call.part = start, stop, num_feed, part
+        call.heads = None if heads is None else heads.data_ptr()
         self.body.span(self.plan, call)
         del kept
         return out

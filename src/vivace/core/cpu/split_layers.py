@@ -66,7 +66,7 @@ class SummedSpan(NativeSpan):
                 (LayerPart.FED, layer.feed_forward.down, layer.ffn_post_norm),
             ):
                 assert isinstance(projection, SummedProjection)
-                h = layer.added(h, projection.summed(self.part(h, step, layer.index, part), None), norm)
+                h = layer.added(h, projection.summed(self.part(h, step, layer.index, part)), norm)
         return h
 
 
